@@ -1,0 +1,3 @@
+from fsdp2_npu.__about__ import __version__
+
+__all__ = ["__version__"]
