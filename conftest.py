@@ -16,10 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if not session.config.getoption("--installed-only"):
+@pytest.fixture(autouse=True, scope="session")
+def installed_only(request: pytest.FixtureRequest) -> None:
+    """Refuse to test the source tree where the wheel was meant."""
+    if not request.config.getoption("--installed-only"):
         return
     for path in PACKAGES.glob("*/src/*"):
         origin = getattr(sys.modules.get(path.name), "__file__", None)
         if origin is not None and Path(origin).is_relative_to(PACKAGES):
-            raise pytest.UsageError(f"{path.name} was imported from {origin}, not from its wheel")
+            pytest.fail(f"{path.name} comes from {origin}, not from its wheel", pytrace=False)
