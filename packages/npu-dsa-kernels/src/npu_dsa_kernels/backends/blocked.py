@@ -1,0 +1,309 @@
+"""The "torch" backend: blocks of queries, plain torch calls, memory linear in S.
+
+Every function walks the queries in blocks sized by a byte budget, gathers the rows a block needs
+and works on them with batched matmuls. The backwards recompute the probabilities; the gradients of
+shared rows are accumulated in block order, so the same inputs give the same bits.
+
+Gathered tables carry one extra row of zeros, where all empty slots point. An empty slot thereby
+reads nothing of the caller's (0 * NaN of a hidden row is NaN), and its gradient lands in that row.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from npu_dsa_kernels.backends.precision import compute_dtype
+
+# B batch, S queries, T keys, H heads, D head dim, V value dim, K selected keys
+# N = B * S queries in a row, n queries of a block, R = B * T + 1 rows of a gathered table,
+# C keys in the column range of a block
+
+# Bytes of a block's largest buffers: on CPU small enough to stay in the cache between the calls,
+# elsewhere large enough to fill the device.
+_CPU_BLOCK_BYTES = 4 * 2**20
+_DEVICE_BLOCK_BYTES = 256 * 2**20
+
+_INT64_MIN = -(2**63)
+
+
+def lightning_indexer(
+    q_BSHD: Tensor, k_BTD: Tensor, w_BSH: Tensor, bounds_BS2: Tensor | None, topk: int
+) -> tuple[Tensor, Tensor]:
+    B, S, H, D = q_BSHD.shape
+    T = k_BTD.shape[1]
+    dtype = compute_dtype(q_BSHD.dtype)
+    indices_BSK = q_BSHD.new_full((B, S, topk), -1, dtype=torch.int32)
+    scores_BSK = q_BSHD.new_full((B, S, topk), float("-inf"), dtype=dtype)
+    step = _block_rows(S, T * (H + 4) * dtype.itemsize, q_BSHD.device)
+    for b in range(B):
+        k_TD = k_BTD[b].to(dtype)
+        for s in range(0, S, step):
+            rows = slice(s, min(s + step, S))
+            lo_n, hi_n, first, last = _key_range(bounds_BS2, b, rows, T, q_BSHD.device)
+            if first >= last:
+                continue
+            q_nHD, w_nH = q_BSHD[b, rows].to(dtype), w_BSH[b, rows].to(dtype)
+            dots_nHC = (q_nHD.reshape(-1, D) @ k_TD[first:last].T).view(-1, H, last - first)
+            scores_nC = torch.bmm(w_nH.unsqueeze(1), dots_nHC.relu_()).squeeze(1)
+            key_C = torch.arange(first, last, device=q_BSHD.device)
+            hidden_nC = (key_C < lo_n[:, None]) | (key_C >= hi_n[:, None])
+            best_nk, top_nk = _ordered_topk(scores_nC, hidden_nC, min(topk, last - first))
+            k = best_nk.shape[1]
+            indices_BSK[b, rows, :k] = torch.where(best_nk < 0, -1, best_nk + first).int()
+            scores_BSK[b, rows, :k] = top_nk
+    return indices_BSK, scores_BSK
+
+
+def _key_range(
+    bounds_BS2: Tensor | None, b: int, rows: slice, T: int, device: torch.device
+) -> tuple[Tensor, Tensor, int, int]:
+    """Per-row bounds of a block, and the range of keys that any of its rows may see."""
+    if bounds_BS2 is None:
+        hi_n = torch.arange(rows.start + 1, rows.stop + 1, device=device)
+        return torch.zeros_like(hi_n), hi_n, 0, rows.stop
+    lo_n, hi_n = bounds_BS2[b, rows].unbind(-1)
+    if device.type != "cpu":  # reading the values would wait for the device
+        return lo_n, hi_n, 0, T
+    return lo_n, hi_n, max(int(lo_n.min()), 0), min(int(hi_n.max()), T)
+
+
+def _ordered_topk(scores_nC: Tensor, hidden_nC: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Exact top-k: best first, ties to the lower column, NaN above everything; -1 / -inf if empty.
+
+    torch.topk leaves the order of ties open. For fp32, score and column go into one int64 key that
+    has no ties: the score's bits mapped to an integer of the same order, above the column counted
+    down. A topk of such keys takes a third of the time of a stable sort. fp64 has no room for the
+    column and is sorted.
+    """
+    if scores_nC.dtype == torch.float64:
+        by_score = scores_nC.sort(dim=-1, descending=True, stable=True).indices
+        seen = (~hidden_nC.gather(-1, by_score)).to(torch.int8)
+        order = seen.sort(dim=-1, descending=True, stable=True).indices
+        best_nk = by_score.gather(-1, order)[:, :k]
+        empty_nk = hidden_nC.gather(-1, best_nk)
+    else:
+        # + 0.0 makes one zero of the two; NaNs of either sign become the one above +inf.
+        canonical_nC = (scores_nC + 0.0).masked_fill_(scores_nC.isnan(), float("nan"))
+        bits_nC = canonical_nC.view(torch.int32)
+        rank_nC = bits_nC ^ ((bits_nC >> 31) & 0x7FFFFFFF)
+        C = scores_nC.shape[1]
+        column_C = torch.arange(C - 1, -1, -1, device=scores_nC.device)
+        key_nC = rank_nC.long().bitwise_left_shift_(32).bitwise_or_(column_C)
+        key_nk, best_nk = key_nC.masked_fill_(hidden_nC, _INT64_MIN).topk(k, dim=-1)
+        empty_nk = key_nk == _INT64_MIN
+    top_nk = scores_nC.gather(-1, best_nk).masked_fill_(empty_nk, float("-inf"))
+    return best_nk.masked_fill(empty_nk, -1), top_nk
+
+
+def sparse_attention(
+    q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, scale: float, v_dim: int
+) -> tuple[Tensor, Tensor]:
+    B, S, H, D = q_BSHD.shape
+    K = indices_BSK.shape[2]
+    dtype = compute_dtype(q_BSHD.dtype)
+    out_NHV = q_BSHD.new_empty(B * S, H, v_dim)
+    lse_NH = q_BSHD.new_empty(B * S, H, dtype=dtype)
+    q_NHD = q_BSHD.reshape(B * S, H, D)
+    table_RD = _table(kv_BTD, dtype)
+    for rows, slot_nK, empty_nK in _blocks(indices_BSK, kv_BTD.shape[1], K * (D + 2 * H), dtype):
+        kv_nKD = _gather(table_RD, slot_nK)
+        q_nHD = q_NHD[rows].to(dtype)
+        logits_nHK = _logits(q_nHD, kv_nKD, empty_nK, scale)
+        peak_nH1 = logits_nHK.amax(-1, keepdim=True)
+        peak_nH1 = peak_nH1.masked_fill(peak_nH1 == float("-inf"), 0.0)
+        e_nHK = logits_nHK.sub_(peak_nH1).exp_()
+        total_nH1 = e_nHK.sum(-1, keepdim=True)
+        lse_NH[rows] = (total_nH1.log() + peak_nH1).squeeze(-1)
+        # A row without keys has total 0 and a numerator of 0.
+        out_nHV = torch.bmm(e_nHK, kv_nKD[..., :v_dim])
+        out_NHV[rows] = out_nHV.div_(total_nH1.masked_fill(total_nH1 == 0, 1.0))
+    return out_NHV.view(B, S, H, v_dim), lse_NH.view(B, S, H)
+
+
+def sparse_attention_backward(
+    d_out_BSHV: Tensor,
+    d_lse_BSH: Tensor,
+    q_BSHD: Tensor,
+    kv_BTD: Tensor,
+    indices_BSK: Tensor,
+    out_BSHV: Tensor,
+    lse_BSH: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    B, S, H, D = q_BSHD.shape
+    T, K, V = kv_BTD.shape[1], indices_BSK.shape[2], out_BSHV.shape[3]
+    dtype = compute_dtype(q_BSHD.dtype)
+    dq_NHD = q_BSHD.new_empty(B * S, H, D)
+    q_NHD = q_BSHD.reshape(B * S, H, D)
+    d_out_NHV = d_out_BSHV.reshape(B * S, H, V)
+    d_lse_NH, lse_NH = d_lse_BSH.reshape(B * S, H), lse_BSH.reshape(B * S, H)
+    table_RD = _table(kv_BTD, dtype)
+    d_table_RD = torch.zeros_like(table_RD)
+    for rows, slot_nK, empty_nK in _blocks(indices_BSK, T, K * (2 * D + 5 * H), dtype):
+        kv_nKD = _gather(table_RD, slot_nK)
+        n = kv_nKD.shape[0]
+        d_out_nHV, lse_nH = d_out_NHV[rows].to(dtype), lse_NH[rows].to(dtype)
+        # The gradient of the rows is P^T dOut (values) + scale dS^T q (keys): one matmul over 2H.
+        left_n2HK = kv_nKD.new_empty(n, 2 * H, K)
+        right_n2HD = kv_nKD.new_zeros(n, 2 * H, D)
+        right_n2HD[:, :H, :V] = d_out_nHV
+        right_n2HD[:, H:] = q_NHD[rows]
+
+        alone_nH = lse_nH == float("-inf")  # rows without keys
+        logits_nHK = _logits(right_n2HD[:, H:], kv_nKD, empty_nK, scale)
+        p_nHK = logits_nHK.sub_(lse_nH.masked_fill(alone_nH, 0.0).unsqueeze(-1)).exp_()
+        left_n2HK[:, :H] = p_nHK
+        ds_nHK = torch.bmm(d_out_nHV, kv_nKD[..., :V].transpose(1, 2))
+        # rowsum(P * dP) is rowsum(dOut * out), without the rounding of a bf16 out.
+        delta_nH = (p_nHK * ds_nHK).sum(-1) - d_lse_NH[rows]
+        ds_nHK.sub_(delta_nH.masked_fill(alone_nH, 0.0).unsqueeze(-1)).mul_(p_nHK).mul_(scale)
+        left_n2HK[:, H:] = ds_nHK
+        dq_NHD[rows] = torch.bmm(ds_nHK, kv_nKD)
+        d_kv_nKD = torch.bmm(left_n2HK.transpose(1, 2), right_n2HD)
+        d_table_RD.index_add_(0, slot_nK.flatten(), d_kv_nKD.flatten(0, 1))
+    return dq_NHD.view(B, S, H, D), _untable(d_table_RD, kv_BTD)
+
+
+def attention_target(
+    q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, lse_BSH: Tensor, scale: float
+) -> Tensor:
+    B, S, H, D = q_BSHD.shape
+    K = indices_BSK.shape[2]
+    dtype = compute_dtype(q_BSHD.dtype)
+    target_NK = q_BSHD.new_empty(B * S, K, dtype=dtype)
+    q_NHD, lse_NH = q_BSHD.reshape(B * S, H, D), lse_BSH.reshape(B * S, H)
+    table_RD = _table(kv_BTD, dtype)
+    for rows, slot_nK, empty_nK in _blocks(indices_BSK, kv_BTD.shape[1], K * (D + 2 * H), dtype):
+        logits_nHK = _logits(q_NHD[rows].to(dtype), _gather(table_RD, slot_nK), empty_nK, scale)
+        lse_nH = lse_NH[rows].to(dtype)
+        lse_nH = lse_nH.masked_fill(lse_nH == float("-inf"), 0.0)
+        target_NK[rows] = logits_nHK.sub_(lse_nH.unsqueeze(-1)).exp_().sum(1)
+    return target_NK.view(B, S, K)
+
+
+def indexer_kl_loss(
+    q_BSHD: Tensor, k_BTD: Tensor, w_BSH: Tensor, indices_BSK: Tensor, target_BSK: Tensor
+) -> Tensor:
+    B, S, H, D = q_BSHD.shape
+    K = indices_BSK.shape[2]
+    dtype = compute_dtype(q_BSHD.dtype)
+    loss_N = q_BSHD.new_empty(B * S, dtype=dtype)
+    q_NHD, w_NH = q_BSHD.reshape(B * S, H, D), w_BSH.reshape(B * S, H)
+    target_NK = target_BSK.reshape(B * S, K)
+    table_RD = _table(k_BTD, dtype)
+    for rows, slot_nK, empty_nK in _blocks(indices_BSK, k_BTD.shape[1], K * (D + 2 * H), dtype):
+        k_nKD = _gather(table_RD, slot_nK)
+        relu_nHK = torch.bmm(q_NHD[rows].to(dtype), k_nKD.transpose(1, 2)).relu_()
+        scores_nK = torch.bmm(w_NH[rows].to(dtype).unsqueeze(1), relu_nHK).squeeze(1)
+        p_nK, log_y_nK, _ = _distributions(scores_nK, target_NK[rows].to(dtype), empty_nK)
+        terms_nK = p_nK * (p_nK.log() - log_y_nK)
+        loss_N[rows] = terms_nK.masked_fill_(p_nK == 0, 0.0).sum(-1)  # 0 log 0 = 0
+    return loss_N.view(B, S)
+
+
+def indexer_kl_loss_backward(
+    d_loss_BS: Tensor,
+    q_BSHD: Tensor,
+    k_BTD: Tensor,
+    w_BSH: Tensor,
+    indices_BSK: Tensor,
+    target_BSK: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, S, H, D = q_BSHD.shape
+    K = indices_BSK.shape[2]
+    dtype = compute_dtype(q_BSHD.dtype)
+    dq_NHD = q_BSHD.new_empty(B * S, H, D)
+    dw_NH = w_BSH.new_empty(B * S, H)
+    q_NHD, w_NH = q_BSHD.reshape(B * S, H, D), w_BSH.reshape(B * S, H)
+    target_NK, d_loss_N = target_BSK.reshape(B * S, K), d_loss_BS.reshape(B * S)
+    table_RD = _table(k_BTD, dtype)
+    d_table_RD = torch.zeros_like(table_RD)
+    budget = K * (2 * D + 4 * H)
+    for rows, slot_nK, empty_nK in _blocks(indices_BSK, k_BTD.shape[1], budget, dtype):
+        k_nKD = _gather(table_RD, slot_nK)
+        q_nHD, w_nH = q_NHD[rows].to(dtype), w_NH[rows].to(dtype)
+        relu_nHK = torch.bmm(q_nHD, k_nKD.transpose(1, 2)).relu_()
+        scores_nK = torch.bmm(w_nH.unsqueeze(1), relu_nHK).squeeze(1)
+        p_nK, log_y_nK, dead_n1 = _distributions(scores_nK, target_NK[rows].to(dtype), empty_nK)
+        # dI = y - p, exactly: empty slots have y = p = 0.
+        di_nK = log_y_nK.exp_().sub_(p_nK).mul_(d_loss_N[rows].to(dtype).unsqueeze(-1))
+        di_nK.masked_fill_(dead_n1, 0.0)
+        dw_NH[rows] = torch.bmm(relu_nHK, di_nK.unsqueeze(-1)).squeeze(-1)
+        ds_nHK = (di_nK.unsqueeze(1) * w_nH.unsqueeze(-1)).mul_(relu_nHK > 0)
+        dq_NHD[rows] = torch.bmm(ds_nHK, k_nKD)
+        dk_nKD = torch.bmm(ds_nHK.transpose(1, 2), q_nHD)
+        d_table_RD.index_add_(0, slot_nK.flatten(), dk_nKD.flatten(0, 1))
+    return dq_NHD.view(B, S, H, D), _untable(d_table_RD, k_BTD), dw_NH.view(B, S, H)
+
+
+def hadamard(x: Tensor, scale: float) -> Tensor:
+    """One matmul with the cached matrix of +-1: D is small, the matmul beats log2(D) passes."""
+    dtype = compute_dtype(x.dtype)
+    return (x.to(dtype) @ _hadamard_matrix(x.shape[-1], dtype, x.device)).mul_(scale).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _hadamard_matrix(D: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    h = torch.ones(1, 1, dtype=dtype, device=device)
+    while h.shape[0] < D:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return h
+
+
+def _distributions(
+    scores_nK: Tensor, target_nK: Tensor, empty_nK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Target p, log of the prediction y, and the rows [n, 1] that take no part in the loss."""
+    target_nK = target_nK.masked_fill(empty_nK, 0.0)
+    total_n1 = target_nK.sum(-1, keepdim=True)
+    dead_n1 = total_n1 == 0  # no keys, or no attention mass on them
+    p_nK = target_nK.div_(total_n1.masked_fill(dead_n1, 1.0))
+    scores_nK = scores_nK.masked_fill_(empty_nK, float("-inf")).masked_fill_(dead_n1, 0.0)
+    return p_nK, scores_nK.log_softmax(-1), dead_n1
+
+
+def _logits(q_nHD: Tensor, kv_nKD: Tensor, empty_nK: Tensor, scale: float) -> Tensor:
+    logits_nHK = torch.bmm(q_nHD, kv_nKD.transpose(1, 2)).mul_(scale)
+    return logits_nHK.masked_fill_(empty_nK.unsqueeze(1), float("-inf"))
+
+
+def _table(x_BTD: Tensor, dtype: torch.dtype) -> Tensor:
+    """All rows of `x` as [B * T + 1, D] in the compute dtype; the last one is zero."""
+    B, T, D = x_BTD.shape
+    table_RD = x_BTD.new_empty(B * T + 1, D, dtype=dtype)
+    table_RD[:-1].view(B, T, D).copy_(x_BTD)
+    table_RD[-1].zero_()
+    return table_RD
+
+
+def _untable(d_table_RD: Tensor, x_BTD: Tensor) -> Tensor:
+    # A copy, not a view: a view would keep the extra row's storage alive as the gradient.
+    return d_table_RD[:-1].view(x_BTD.shape).to(x_BTD.dtype, copy=True)
+
+
+def _gather(table_RD: Tensor, slot_nK: Tensor) -> Tensor:
+    return table_RD.index_select(0, slot_nK.flatten()).view(*slot_nK.shape, -1)
+
+
+def _blocks(
+    indices_BSK: Tensor, T: int, elements_per_row: int, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Blocks of the N queries: their rows, table slots [n, K] (int64) and empty slots [n, K]."""
+    B, S, K = indices_BSK.shape
+    N = B * S
+    indices_NK = indices_BSK.reshape(N, K)
+    step = _block_rows(N, elements_per_row * dtype.itemsize, indices_BSK.device)
+    for start in range(0, N, step):
+        rows = slice(start, min(start + step, N))
+        index_nK = indices_NK[rows]
+        batch_n = torch.arange(rows.start, rows.stop, device=indices_BSK.device) // S
+        empty_nK = (index_nK < 0) | (index_nK >= T)
+        slot_nK = (index_nK + (batch_n * T).unsqueeze(-1)).masked_fill_(empty_nK, B * T)
+        yield rows, slot_nK, empty_nK
+
+
+def _block_rows(rows: int, bytes_per_row: int, device: torch.device) -> int:
+    budget = _CPU_BLOCK_BYTES if device.type == "cpu" else _DEVICE_BLOCK_BYTES
+    return max(1, min(rows, budget // max(bytes_per_row, 1)))
