@@ -189,6 +189,7 @@ def lint(session: nox.Session) -> None:
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []))
     session.run("ruff", "format", *([] if fix else ["--check"]))
+    session.run("python", "tools/generate.py", *([] if fix else ["--check"]))
     session.run("pyrefly", "check")
     session.run("python", "tools/check_house.py")
 
@@ -226,4 +227,8 @@ def build(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/, links checked. `-- serve` shows it while you write."""
     session.install(*GROUPS["docs"])
-    session.run("zensical", *(session.posargs or ["build", "--strict", "--clean"]))
+    if session.posargs:
+        session.run("zensical", *session.posargs)
+        return
+    session.run("zensical", "build", "--strict", "--clean")
+    session.run("python", "tools/check_site.py", "site")

@@ -74,8 +74,8 @@ def complete_packages(checkout: Checkout) -> Iterator[str]:
         module = package / "src" / name.replace("-", "_")
         if project(package)["name"] != name:
             yield f"packages/{name} holds a project called {project(package)['name']}"
-        wanted = [package / "README.md", package / "CHANGELOG.md", module / "py.typed"]
-        wanted += [module / "__about__.py", checkout.root / "docs" / "packages" / f"{name}.md"]
+        wanted = [package / "README.md", package / "CHANGELOG.md"]
+        wanted += [module / "__about__.py", module / "py.typed"]
         for path in wanted:
             if not path.is_file():
                 yield f"{path.relative_to(checkout.root)} is missing"
