@@ -53,7 +53,7 @@ class Package:
 
     def closure(self) -> list[Package]:
         """This package and the workspace packages it needs, itself first."""
-        found = [self]
+        found: list[Package] = [self]
         for package in found:
             for requirement in package.requirements:
                 needed = PACKAGES.get(canonicalize_name(requirement.name))
