@@ -149,7 +149,7 @@ def _split_info(body: dict[str, Any]) -> SplitInfo:
 
 
 def file_info(root: Path, path: Path) -> FileInfo:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileInfo(path.relative_to(root).as_posix(), path.stat().st_size, digest)
 
@@ -176,7 +176,7 @@ class TokenSplit:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         shard = int(np.searchsorted(self._first_document, index, side="right")) - 1
-        tokens, offsets = self._shard(shard)
+        tokens, offsets, _ = self._shard(shard)
         local = index - int(self._first_document[shard])
         return self._checked(tokens[offsets[local] : offsets[local + 1]])
 
@@ -197,14 +197,12 @@ class TokenSplit:
 
         A document of n tokens has n - 1 pairs: a label is always the next token of the same
         document, EOD included, and EOD is never an input. Positions count from the start of the
-        document, or from `start` in the document that `start` cuts. Shorter at the end of the split.
+        document, or from `start` in the document that `start` cuts. Shorter at the split's end.
         """
         parts = []
         for shard, first, last in _overlaps(self._first_pair, start, stop):
-            tokens, offsets = self._shard(shard)
+            tokens, _, first_pairs = self._shard(shard)
             pair = np.arange(first, last)
-            # Document d starts at token offsets[d], which is pair offsets[d] - d.
-            first_pairs = offsets - np.arange(len(offsets))
             document = np.searchsorted(first_pairs, pair, side="right") - 1
             # A document never spans two shards, so only the first part can start inside one.
             position = pair - np.maximum(first_pairs[document], first)
@@ -214,7 +212,7 @@ class TokenSplit:
         inputs, labels, positions = (np.concatenate(part) for part in zip(*parts, strict=True))
         return self._checked(inputs), self._checked(labels), positions
 
-    def _open_shard(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+    def _open_shard(self, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         files = self.info.shards[shard].files
         try:
             tokens = np.load(self._root / files["tokens"].path, mmap_mode="r", allow_pickle=False)
@@ -224,7 +222,8 @@ class TokenSplit:
                 f"shard {self._root / files['tokens'].path} cannot be read ({error}); prepare the "
                 "dataset again with `titan-npu data prepare`"
             ) from error
-        return tokens, offsets
+        # Document d starts at token offsets[d], which is pair offsets[d] - d.
+        return tokens, offsets, offsets - np.arange(len(offsets))
 
     def _checked(self, tokens: np.ndarray) -> np.ndarray:
         # Where checksums are skipped for size, this still keeps garbage out of the embedding.
@@ -237,7 +236,7 @@ class TokenSplit:
 
 
 def _overlaps(firsts: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(shard, first, last) within each shard that [start, stop) touches; shard i starts at firsts[i]."""
+    """(shard, first, last) in each shard [start, stop) touches; shard i starts at firsts[i]."""
     stop = min(stop, int(firsts[-1]))
     if start >= stop:
         return
@@ -267,7 +266,8 @@ class PreparedDataset:
         self._verify: Verify = verify
         manifest = self.path / "manifest.json"
         if not manifest.is_file():
-            what = "is no prepared dataset (no manifest.json)" if self.path.exists() else "is missing"
+            exists = self.path.exists()
+            what = "is no prepared dataset (no manifest.json)" if exists else "is missing"
             raise DatasetError(
                 f"dataset folder {self.path} {what}; make one with "
                 "`titan-npu data prepare SOURCE --out DIR`"
@@ -290,7 +290,7 @@ class PreparedDataset:
         if info is None:
             raise DatasetError(
                 f"dataset {self.path} has no split {name!r}, only "
-                f"{', '.join(map(repr, self.manifest.splits))}; prepare it with a held-out share > 0"
+                f"{', '.join(map(repr, self.manifest.splits))}; prepare it with heldout > 0"
             )
         self._check_files([file for shard in info.shards for file in shard.files.values()])
         return TokenSplit(self.path, info, self.manifest.tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""What can go wrong with data, one class a cause. Every message is one line: what is wrong, then the cure."""
+"""What can go wrong with data, one class a cause. A message is one line: the cause, the cure."""
 
 
 class DataError(ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titan_npu_train.data.dataset import (
     PreparedDataset,
@@ -140,7 +140,7 @@ class PackedTextDataLoader(BaseDataLoader):
         """Seed of the orders."""
 
         document_mask: bool = True
-        """Whether documents in a row are kept apart; else they are one causal text joined by EOD."""
+        """Whether documents in a row are kept apart; else they are one text joined by EOD."""
 
         verify: Verify = "auto"
         """Checksums to verify when opening: auto (splits up to 1 GiB), always, never."""
@@ -153,7 +153,7 @@ class PackedTextDataLoader(BaseDataLoader):
         dp_rank: int,
         seq_len: int,
         local_batch_size: int,
-        tokenizer: BaseTokenizer | None = None,
+        tokenizer: HuggingFaceTokenizer | None = None,
         **_: Any,  # e.g. snapshot_every_n_steps: the state here costs nothing to take
     ):
         if config.seed < 0:
@@ -218,7 +218,8 @@ class PackedTextDataLoader(BaseDataLoader):
         differing = [key for key, ours in self._identity.items() if state_dict.get(key) != ours]
         if differing:
             raise DatasetError(
-                f"the checkpoint stopped in another order of rows (differing: {', '.join(differing)}); "
+                "the checkpoint's place in the data belongs to another order of rows (differing: "
+                f"{', '.join(differing)}); "
                 "restore these settings, or start the data from its beginning with "
                 "--checkpoint.exclude_from_loading dataloader"
             )
@@ -237,13 +238,11 @@ class PackedTextDataLoader(BaseDataLoader):
         return self._rows[int(self._order[1][place])]
 
 
-def _check_tokenizer(dataset: PreparedDataset, tokenizer: BaseTokenizer) -> None:
+def _check_tokenizer(dataset: PreparedDataset, tokenizer: HuggingFaceTokenizer) -> None:
     info = dataset.manifest.tokenizer
     # torchtitan may add special tokens of tokenizer_config.json behind the vocabulary.
     vocabulary = {
-        token: index
-        for token, index in tokenizer.get_vocab().items()
-        if index < info.vocab_size
+        token: index for token, index in tokenizer.get_vocab().items() if index < info.vocab_size
     }
     if vocabulary_hash(vocabulary) != info.vocabulary_sha256 or tokenizer.eos_id != info.eod_id:
         raise TokenizerError(

@@ -12,7 +12,7 @@ import socket
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +60,8 @@ class PrepareSummary:
         manifest, tokenizer = self.manifest, self.manifest.tokenizer
         rows = [("dataset", f"{self.out}{' (replaced an older one)' if self.replaced else ''}")]
         for name, split in manifest.splits.items():
-            rows.append(
-                (
-                    f"split {name}",
-                    f"{split.documents:,} documents, {split.tokens:,} tokens, "
-                    f"{split.text_bytes:,} bytes",
-                )
-            )
+            counts = f"{split.documents:,} documents, {split.tokens:,} tokens"
+            rows.append((f"split {name}", f"{counts}, {split.text_bytes:,} bytes"))
         origin = f"trained on {tokenizer.text_bytes:,} bytes" if tokenizer.trained else "given"
         rows.append(("vocabulary", f"{tokenizer.vocab_size:,} tokens ({origin})"))
         wanted = manifest.options["vocab_size"]
@@ -125,12 +120,14 @@ def prepare(
         DataError: see its subclasses; `out` is left as it was.
     """
     started = time.monotonic()
-    out = Path(out)
+    out = Path(out).resolve()
     report: Progress = progress or (lambda stage, done, total: None)
     _check_options(vocab_size, tokenizer, heldout, max_bytes, tokenizer_bytes)
-    replaced = _check_out(out)
     if not isinstance(source, Source):
+        if out.is_relative_to(Path(source).resolve()):
+            raise OutputError(f"{out} lies inside the source {source}; choose an --out outside it")
         source = Source.scan(source, text_column=text_column)
+    replaced = _check_out(out)
     given = bpe.DocumentTokenizer.load(tokenizer) if tokenizer else None
     with _staging(out) as root:
         corpus = _survey(source, report)
@@ -280,7 +277,7 @@ def _digest(text: bytes) -> bytes:
 def _planned(source: Source, corpus: _Corpus, plan: _Plan) -> Iterator[tuple[Document, int]]:
     """Each place of the source with its document's index, -1 where there is none."""
     changed = SourceError(
-        f"source {source.name} changed while it was being prepared; prepare it again when it is still"
+        f"source {source.name} changed while it was being prepared; prepare it once it is at rest"
     )
     index = 0
     for document in source.documents():
@@ -330,7 +327,7 @@ def _write_splits(
     boundaries = 1 if encoder.bos_id is None else 2
     total = len(corpus.digests)
 
-    with open(root / "skipped.jsonl", "w", encoding="utf-8") as log:
+    with (root / "skipped.jsonl").open("w", encoding="utf-8") as log:
 
         def skip(place: str, reason: str) -> None:
             skipped[reason] += 1
@@ -450,7 +447,7 @@ def _check_out(out: Path) -> bool:
         raise OutputError(
             f"the folder of {out} is not yours to write ({error.strerror}); choose another --out"
         ) from error
-    if not out.exists() and not out.is_symlink():
+    if not out.exists():
         return False
     if not out.is_dir():
         raise OutputError(f"{out} exists and is no folder; choose another --out")
@@ -459,7 +456,7 @@ def _check_out(out: Path) -> bool:
             return False
         PreparedDataset(out, verify="never")
     except OSError as error:
-        raise OutputError(f"{out} cannot be read ({error.strerror}); choose another --out") from error
+        raise OutputError(f"cannot read {out} ({error.strerror}); choose another --out") from error
     except DatasetError as error:
         raise OutputError(
             f"{out} is not empty and no prepared dataset; choose another --out or empty it"
@@ -468,12 +465,12 @@ def _check_out(out: Path) -> bool:
 
 
 def _beside(out: Path, what: str, pid: int | str) -> Path:
-    return out.absolute().with_name(f".{out.name}.{what}-{socket.gethostname()}-{pid}")
+    return out.with_name(f".{out.name}.{what}-{socket.gethostname()}-{pid}")
 
 
 def _clear_leftovers(out: Path) -> None:
     """Removes what a killed `prepare` of this machine left beside `out`."""
-    parent = out.absolute().parent
+    parent = out.parent
     for what in ("replaced", "preparing"):
         prefix = _beside(out, what, "").name
         for path in parent.iterdir() if parent.is_dir() else ():
@@ -481,13 +478,13 @@ def _clear_leftovers(out: Path) -> None:
             if not path.name.startswith(prefix) or not pid.isdigit() or _alive(int(pid)):
                 continue
             if what == "replaced" and not out.exists():  # killed between the two renames
-                os.rename(path, out)
+                path.rename(out)
             else:
                 shutil.rmtree(path)
 
 
 @contextmanager
-def _staging(out: Path) -> Iterator[Path]:
+def _staging(out: Path) -> Generator[Path]:
     """A folder beside `out` to build in; gone afterwards unless it was renamed to `out`."""
     root = _beside(out, "preparing", os.getpid())
     try:
@@ -495,7 +492,7 @@ def _staging(out: Path) -> Iterator[Path]:
         root.mkdir()
     except OSError as error:
         raise OutputError(
-            f"cannot write beside {out} ({error.strerror}); give an --out in a folder you may write to"
+            f"cannot write beside {out} ({error.strerror}); give an --out where you may write"
         ) from error
     try:
         yield root
@@ -523,9 +520,9 @@ def _publish(root: Path, out: Path) -> None:
         _sync(path)
     old = _beside(out, "replaced", os.getpid())
     if out.exists():
-        os.rename(out, old)
-    os.rename(root, out)
-    _sync(out.absolute().parent)
+        out.rename(old)
+    root.rename(out)
+    _sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Documents out of a source: text and code files, JSON lines, Parquet; one file or a folder of them."""
+"""Documents out of a source: text and code files, JSON lines, Parquet; a file or a folder."""
 
 import gzip
 import io
@@ -58,8 +58,8 @@ class Source:
         """Lists the files under `path` (or `path` itself).
 
         `keep(place)` narrows a folder: it is asked about each folder (`place` ends in "/") before
-        it is entered and about each file; what it refuses is not part of the source. Hidden entries,
-        links to folders and anything that is no regular file stay out too, but are reported.
+        it is entered and about each file; what it refuses is not part of the source. Hidden
+        entries, links to folders and what is no regular file stay out too, but are reported.
 
         Raises:
             SourceError: `path` does not exist, cannot be listed, or holds no file.
@@ -104,7 +104,7 @@ class Source:
                 else:
                     files.append((place, here / entry))
         if not files:
-            raise SourceError(f"source folder {root} holds no file to read; give one with text in it")
+            raise SourceError(f"source folder {root} holds no file; give one with text in it")
         # By code point, so that the order depends neither on the file system nor on the locale.
         files.sort()
         ignored.sort(key=lambda document: document.place)
@@ -188,7 +188,7 @@ class Source:
 
     def _no_column(self, path: Path, columns: list[str]) -> SourceError:
         return SourceError(
-            f"{path} has no text column {self.text_column!r}; choose one with --text-column out of: "
+            f"{path} has no column {self.text_column!r}; choose one with --text-column out of: "
             + (", ".join(columns) or "(its rows are no JSON objects)")
         )
 
@@ -240,4 +240,4 @@ def _open_lines(path: Path) -> io.BufferedIOBase:
         return gzip.open(path, "rb")
     if lower.endswith(".zst"):
         return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
-    return open(path, "rb")
+    return path.open("rb")

@@ -8,7 +8,7 @@ import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from titan_npu_train.data.dataset import FORMAT_VERSION, PreparedDataset
@@ -70,21 +70,32 @@ def stdlib_corpus(
     out = folder / f"stdlib-{platform.python_version()}-{digest}"
     if _complete(out):
         return out
+    lock = FileLock(folder / f"{out.name}.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / f"{out.name}.lock")
-        lock.acquire()
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if progress:
+                progress("waiting for another process to prepare the data", 0, None)
+            lock.acquire()
     except OSError as error:
         raise OutputError(
             f"cannot write the cache folder {folder} ({error.strerror}); set XDG_CACHE_HOME to a "
             "folder you may write to"
         ) from error
-    with lock:
-        try:
-            if not _complete(out):
-                prepare(stdlib_source(), out, **options, progress=progress)
-        finally:
-            lock.release()
+    try:
+        if not _complete(out):
+            prepare(
+                stdlib_source(),
+                out,
+                vocab_size=vocab_size,
+                heldout=heldout,
+                max_bytes=max_bytes,
+                progress=progress,
+            )
+    finally:
+        lock.release()
     return out
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from tokenizers import Regex
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titan_npu_train.data.errors import TokenizerError
 
@@ -61,8 +60,8 @@ class DocumentTokenizer:
         eod_id = _special_id(backend, config, "eos_token")
         if eod_id is None:
             raise TokenizerError(
-                f"the tokenizer in {folder} has no end-of-document token; name one of its tokens as "
-                '"eos_token" in tokenizer_config.json'
+                f"the tokenizer in {folder} has no end-of-document token; name one of its tokens "
+                'as "eos_token" in tokenizer_config.json'
             )
         backend.no_truncation()
         backend.no_padding()
