@@ -1,12 +1,12 @@
 """Run a function on several Gloo ranks of this machine, with a deadline instead of a hang."""
 
 import multiprocessing
-import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
-        store = os.path.join(folder, "store")
+        store = str(Path(folder) / "store")
         ranks = [
             _context.Process(
                 target=_run_rank,
