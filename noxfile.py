@@ -151,7 +151,12 @@ def _test_alone(session: nox.Session, package: Package, *constraints: str) -> No
         "--workspace",
         *workspace,
     )
-    _pytest(session, package.folder / "tests", session.posargs)
+    arguments = list(session.posargs)
+    if "--cov" in arguments:  # after the check: coverage is not the package's own
+        session.install(*GROUPS["coverage"])
+        arguments[arguments.index("--cov")] = f"--cov={package.module}"
+        arguments.append("--cov-append")
+    _pytest(session, package.folder / "tests", arguments)
 
 
 @nox.session
