@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -66,6 +67,20 @@ def test_typed_and_licensed(package):
     (licence,) = [path for path in files if path.endswith("/licenses/LICENSE")]
     text = metadata.distribution(package.name).locate_file(licence).read_text("utf-8")
     assert text == (ROOT / "LICENSE").read_text("utf-8")
+
+
+def test_architecture_diagram_shows_the_declared_dependencies():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    diagram = re.search(r"```mermaid\n(.*?)```", page, re.DOTALL)[1]
+    drawn = set(re.findall(r"^ *(\S+) --> (\S+)$", diagram, re.MULTILINE))
+    shown = {package.name for package in PACKAGES} | {"torchtitan"}
+    declared = {
+        (package.name, requirement.name)
+        for package in PACKAGES
+        for requirement in map(Requirement, metadata.requires(package.name))
+        if requirement.name in shown
+    }
+    assert {arrow for arrow in drawn if arrow[1] in shown} == declared
 
 
 def test_importing_all_packages_patches_nothing():
