@@ -95,7 +95,7 @@ def _wheel(session: nox.Session, package: Package) -> Path:
     if package.name not in _wheels:
         folder = DIST / "wheels" / package.name
         shutil.rmtree(folder, ignore_errors=True)
-        session.run_install(
+        session.run(
             "uv", "build", "--quiet", "--wheel", "--out-dir", str(folder), str(package.folder)
         )
         (_wheels[package.name],) = folder.glob("*.whl")
