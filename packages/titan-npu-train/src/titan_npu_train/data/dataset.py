@@ -14,6 +14,7 @@ document never spans two shards.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -23,14 +24,15 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_npu_train.data.errors import CorpusTooSmallError, DatasetError, VocabularyError
+from titan_npu_train.data.tokenizer import TOKENIZER_FILES
 
 FORMAT = "titan-npu-train dataset"
 FORMAT_VERSION = 1
-SPLITS = ("train", "heldout")
 # Up to this size the checksums of a split are verified whenever it is opened (about a second).
 _AUTO_VERIFY_BYTES = 1 << 30
 
 Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
 Verify = Literal["auto", "always", "never"]
 
 
@@ -88,7 +90,7 @@ class Manifest:
     source: dict[str, Any]
     options: dict[str, Any]
     tokenizer: TokenizerInfo
-    splits: dict[str, SplitInfo]
+    splits: dict[Split, SplitInfo]
     skipped: dict[str, int]
     """Documents and places left out of the source, by reason."""
     duplicates: int
@@ -146,6 +148,16 @@ def _split_info(body: dict[str, Any]) -> SplitInfo:
         for shard in body["shards"]
     ]
     return SplitInfo(**body | {"shards": shards})
+
+
+def is_dataset_file(place: str) -> bool:
+    """Whether a prepared dataset may have a file at this place inside it."""
+    folder, _, name = place.rpartition("/")
+    if folder in SPLITS:
+        return re.fullmatch(r"\d{5,}\.(tokens|offsets)\.npy", name) is not None
+    if folder == "tokenizer":
+        return name in TOKENIZER_FILES
+    return not folder and name in ("manifest.json", "skipped.jsonl")
 
 
 def file_info(root: Path, path: Path) -> FileInfo:

@@ -158,12 +158,22 @@ class PackedTextDataLoader(BaseDataLoader):
     ):
         if config.seed < 0:
             raise DataError(f"dataloader.seed is {config.seed}; give a seed >= 0")
+        if local_batch_size < 1:
+            raise DataError(
+                f"local_batch_size is {local_batch_size}; give a positive number of rows"
+            )
         path = dataset_directory(config.dataset, config.dataset_path)
         self.dataset = PreparedDataset(path, verify=config.verify)
         if tokenizer is not None:
             _check_tokenizer(self.dataset, tokenizer)
         split = self.dataset.split(config.split)
         self._global_rows = dp_world_size * local_batch_size
+        self._rows = PackedRows(
+            split,
+            seq_len=seq_len,
+            eod_id=self.dataset.manifest.tokenizer.eod_id,
+            document_mask=config.document_mask,
+        )
         if config.infinite:
             check_corpus_size(
                 split.info,
@@ -172,12 +182,6 @@ class PackedTextDataLoader(BaseDataLoader):
                 batch_rows=self._global_rows,
                 document_mask=config.document_mask,
             )
-        self._rows = PackedRows(
-            split,
-            seq_len=seq_len,
-            eod_id=self.dataset.manifest.tokenizer.eod_id,
-            document_mask=config.document_mask,
-        )
         self._config = config
         self._first, self._last = dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size
         self._rows_taken = 0

@@ -22,14 +22,17 @@ import numpy as np
 
 from titan_npu_train.data import tokenizer as bpe
 from titan_npu_train.data.dataset import (
+    SPLITS,
     Manifest,
     PreparedDataset,
     ShardInfo,
+    Split,
     SplitInfo,
     TokenizerInfo,
     file_info,
+    is_dataset_file,
 )
-from titan_npu_train.data.errors import DataError, DatasetError, OutputError, SourceError
+from titan_npu_train.data.errors import DataError, OutputError, SourceError
 from titan_npu_train.data.source import Document, Source
 
 _SHARD_TOKENS = 1 << 26  # 128 MiB of uint16
@@ -59,7 +62,10 @@ class PrepareSummary:
     def rows(self) -> list[tuple[str, str]]:
         manifest, tokenizer = self.manifest, self.manifest.tokenizer
         rows = [("dataset", f"{self.out}{' (replaced an older one)' if self.replaced else ''}")]
-        for name, split in manifest.splits.items():
+        for name in SPLITS:
+            split = manifest.splits.get(name)
+            if split is None:
+                continue
             counts = f"{split.documents:,} documents, {split.tokens:,} tokens"
             rows.append((f"split {name}", f"{counts}, {split.text_bytes:,} bytes"))
         origin = f"trained on {tokenizer.text_bytes:,} bytes" if tokenizer.trained else "given"
@@ -317,11 +323,10 @@ def _write_splits(
     encoder: bpe.DocumentTokenizer,
     root: Path,
     report: Progress,
-) -> tuple[dict[str, SplitInfo], dict[str, int]]:
+) -> tuple[dict[Split, SplitInfo], dict[str, int]]:
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
     writers = {
-        name: _SplitWriter(root, name, dtype)
-        for name in (("train", "heldout") if plan.heldout else ("train",))
+        name: _SplitWriter(root, name, dtype) for name in (SPLITS if plan.heldout else SPLITS[:1])
     }
     skipped: Counter[str] = Counter()
     boundaries = 1 if encoder.bos_id is None else 2
@@ -333,7 +338,7 @@ def _write_splits(
             skipped[reason] += 1
             log.write(json.dumps({"place": place, "reason": reason}, ensure_ascii=False) + "\n")
 
-        def encode(batch: list[tuple[str, str, str]]) -> None:
+        def encode(batch: list[tuple[Split, str, str]]) -> None:
             for (name, place, text), ids in zip(
                 batch, encoder.encode([text for _, _, text in batch]), strict=True
             ):
@@ -345,7 +350,7 @@ def _write_splits(
 
         for document in source.ignored:
             skip(document.place, document.skipped or "")
-        batch: list[tuple[str, str, str]] = []
+        batch: list[tuple[Split, str, str]] = []
         characters = 0
         for document, index in _planned(source, corpus, plan):
             place, text = document.place, document.text
@@ -382,15 +387,16 @@ def _write_splits(
 class _SplitWriter:
     """Writes the shards of one split, holding at most one shard in memory."""
 
-    def __init__(self, root: Path, name: str, dtype: np.dtype):
+    def __init__(self, root: Path, name: str, dtype: np.dtype, shard_tokens: int = _SHARD_TOKENS):
         self._root, self._folder, self._dtype = root, root / name, dtype
+        self._shard_tokens = shard_tokens
         self._folder.mkdir()
         self._documents: list[np.ndarray] = []
         self._tokens = self._text_bytes = 0
         self._shards: list[ShardInfo] = []
 
     def add(self, ids: list[int], text_bytes: int) -> None:
-        if self._documents and self._tokens + len(ids) > _SHARD_TOKENS:
+        if self._documents and self._tokens + len(ids) > self._shard_tokens:
             self._flush()
         self._documents.append(np.array(ids, self._dtype))
         self._tokens += len(ids)
@@ -452,16 +458,20 @@ def _check_out(out: Path) -> bool:
     if not out.is_dir():
         raise OutputError(f"{out} exists and is no folder; choose another --out")
     try:
-        if not any(out.iterdir()):
-            return False
-        PreparedDataset(out, verify="never")
+        files = [path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()]
     except OSError as error:
         raise OutputError(f"cannot read {out} ({error.strerror}); choose another --out") from error
-    except DatasetError as error:
+    # By its files, not its manifest: a damaged dataset can be prepared again, and nobody's notes
+    # beside a good one are lost.
+    foreign = [file for file in sorted(files) if not is_dataset_file(file)]
+    if files and not foreign and not any(file.endswith(".npy") for file in files):
+        foreign = files
+    if foreign:
         raise OutputError(
-            f"{out} is not empty and no prepared dataset; choose another --out or empty it"
-        ) from error
-    return True
+            f"{out} holds files that are no part of a prepared dataset ({foreign[0]}"
+            f"{' ...' if len(foreign) > 1 else ''}); choose another --out or move them away"
+        )
+    return bool(files)
 
 
 def _beside(out: Path, what: str, pid: int | str) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
-from titan_npu_train.data.dataset import FORMAT_VERSION, PreparedDataset
+from titan_npu_train.data.dataset import FORMAT_VERSION, SPLITS, PreparedDataset
 from titan_npu_train.data.errors import DatasetError, OutputError
 from titan_npu_train.data.prepare import Progress, prepare
 from titan_npu_train.data.source import Source
@@ -49,10 +49,12 @@ def stdlib_corpus(
     """The standard library as a prepared dataset; made in the user's cache on first use.
 
     Several processes may ask at once: one prepares, the others wait for it. The folder is keyed by
-    the interpreter's version and the options, so that an upgrade prepares anew.
+    the interpreter's version and the options, so that an upgrade prepares anew. A damaged dataset
+    is made again.
 
     Args:
-        vocab_size, heldout, max_bytes, progress: as for `prepare`.
+        vocab_size, max_bytes, progress: as for `prepare`.
+        heldout: as for `prepare`, but more than 0.
         cache: folder for the dataset; by default the user's cache folder (XDG_CACHE_HOME).
 
     Raises:
@@ -100,11 +102,11 @@ def stdlib_corpus(
 
 
 def _complete(out: Path) -> bool:
-    # A damaged dataset is refused when it is opened, by name of the file; here only absence counts.
-    if not (out / "manifest.json").is_file():
-        return False
+    """Whether the dataset is there and whole; a damaged one in the cache is made again."""
     try:
-        PreparedDataset(out, verify="never")
+        dataset = PreparedDataset(out, verify="always")
+        for split in SPLITS:
+            dataset.split(split)
     except DatasetError:
         return False
     return True

@@ -15,7 +15,7 @@ from titan_npu_train.data.errors import TokenizerError
 
 BOS, EOD = "<|bos|>", "<|eod|>"
 SMALLEST_VOCABULARY = 256 + 2
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DocumentTokenizer:
             TokenizerError: a file is missing or broken, or no `eos_token` is declared.
         """
         folder = Path(folder)
-        for name in _FILES[:2]:
+        for name in TOKENIZER_FILES[:2]:
             if not (folder / name).is_file():
                 raise TokenizerError(
                     f"no {name} in tokenizer folder {folder}; give a folder in the Hugging Face "
@@ -133,7 +133,7 @@ def train(texts: Iterator[str], folder: Path, *, vocab_size: int) -> None:
 def copy(source: Path, folder: Path) -> None:
     """Copies the files of an existing tokenizer that a dataset carries along."""
     folder.mkdir()
-    for name in _FILES:
+    for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
