@@ -203,11 +203,16 @@ def report(
             help="Load the newest checkpoint and measure the indexer on held-out text.",
         ),
     ] = True,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Held-out text of this dataset, not the run's.", show_default=False),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Held-out rows to measure on, at most.")] = 16,
 ) -> None:
     """Show how a run went: a table here, report.png and report.json in RUN_DIR."""
     from titan_npu_train.report import report as make_report
 
-    make_report(run_dir, evaluate=evaluate, console=out)
+    make_report(run_dir, evaluate=evaluate, data=data, rows=rows, console=out)
 
 
 @app.command()

@@ -22,7 +22,16 @@ from titan_npu_train.train import LAUNCHER_VARIABLE
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["Interrupted", "RunFailed", "RunResult", "default_nproc", "launch", "thread_settings"]
+__all__ = [
+    "Interrupted",
+    "RunFailed",
+    "RunResult",
+    "default_nproc",
+    "launch",
+    "summary",
+    "thread_settings",
+    "usable_cores",
+]
 
 _SHUTDOWN_SECONDS = 15  # between SIGTERM and SIGKILL for the ranks that are still alive
 _MONITOR_SECONDS = 0.2
@@ -137,7 +146,15 @@ def thread_settings(nproc: int) -> dict[str, str]:
     """OMP_NUM_THREADS so that ``nproc`` ranks share the cores, unless it is set already."""
     if "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, _usable_cores() // nproc))}
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc))}
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    # Not os.cpu_count(): containers and job schedulers hand out fewer.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def summary(result: RunResult) -> str:
@@ -147,13 +164,6 @@ def summary(result: RunResult) -> str:
             "Raise --training.steps to go on."
         )
     return f"trained to step {result.last_step} in {duration(result.seconds)}"
-
-
-def _usable_cores() -> int:
-    # Not os.cpu_count(): containers and job schedulers hand out fewer.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _log_folder(dump_folder: Path) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_npu_train import failures
+from titan_npu_train.run_folder import RunInfo
 
 __all__ = ["LAUNCHER_VARIABLE", "main"]
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _die_with_launcher()
 
     try:
-        config = _configure(arguments)
+        config, run = _configure(arguments)
     except Exception as error:
         # Every rank reads the same command line, so every rank fails alike: one speaks.
         failure = failures.describe(error)
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank == 0:
         failures.clear_error_files(dump_folder, before=_STARTED)
     try:
+        if rank == 0:
+            run.write(dump_folder)
         _train(config)
     except KeyboardInterrupt:
         return 130
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _configure(arguments: list[str]) -> Any:
+def _configure(arguments: list[str]) -> tuple[Any, RunInfo]:
     """Choose the platform, then read the configuration: torchtitan copies the device at import."""
     if missing := [name for name in _REQUIRED_ENVIRONMENT if name not in os.environ]:
         raise failures.UserError(
@@ -75,12 +78,13 @@ def _configure(arguments: list[str]) -> Any:
         )
     from titan_npu_train import platform, preflight
 
-    platform.select()
+    chosen = platform.select()
     from torchtitan.tools.logging import init_logger
 
     init_logger()
     module, name, options = preflight.split_arguments(arguments)
-    return preflight.load_config(module, name, options)
+    config = preflight.load_config(module, name, options)
+    return config, RunInfo.of_this_process(module, name, options, chosen.name)
 
 
 def _train(config: Any) -> None:

@@ -1,0 +1,384 @@
+"""How well a run's indexers know what its attention looks at, measured on held-out text.
+
+For each layer and query t the truth is the attention's own distribution over every visible key, the
+mean over heads: p[t, :] = mean over h of softmax_{s visible}(scale * q'[t, h] . kv[s]). An indexer
+with scores I[t, :] predicts y[t, :] = softmax_{s visible}(I[t, s]).
+
+- KL(p || y) over every visible key, for the trained indexer and for freshly initialised ones on the
+  same backbone. All of them are compared on one support; over an indexer's own top-k (the training
+  loss of the sparse stage, also reported) two indexers would be judged on different keys.
+- recall: the share of the k keys with the largest p that are among the k with the largest I, over
+  queries that see more than k keys. A random choice finds k / visible of them.
+
+The backbone runs as it was trained, attending to the keys its trained indexers choose. One process,
+one device: for models that fit it.
+
+Shape letters: B batch, S queries, Q queries of a block, T keys, H heads, A latent + rotary dim,
+I index heads, C index head dim, K selected keys.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_dsa_kernels import dsa_attention, lightning_indexer
+from titan_npu_train import platform, preflight
+from titan_npu_train.checkpoint import Checkpoint
+from titan_npu_train.failures import UserError
+from titan_npu_train.run_folder import RunInfo
+
+__all__ = ["Evaluation", "Figures", "evaluate_model", "evaluate_run", "load_model"]
+
+SEEDS = (0, 1, 2)
+_BLOCK_SCORES = 1 << 25  # fp32 attention scores at a time: 128 MiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one layer, or (layer None) the mean over layers. KL in nats a token; recalls from 0 to 1,
+    None where no query sees more than k keys."""
+
+    layer: int | None
+    kl_trained: float
+    kl_untrained: float
+    kl_topk_trained: float
+    kl_topk_untrained: float
+    recall_trained: float | None
+    recall_untrained: float | None
+    recall_chance: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Attributes:
+    step: of the checkpoint; None for a model that came from none.
+    topk: keys an indexer selects.
+    seeds: number of fresh indexers, averaged.
+    rows, queries: held-out rows, and the tokens in them that the loss counts.
+    long_queries: queries that see more than ``topk`` keys; recall is over them.
+    heldout_loss: LM loss, nats a token.
+    layers: one entry a layer.
+    mean: over the layers.
+    """
+
+    step: int | None
+    topk: int
+    seeds: int
+    rows: int
+    queries: int
+    long_queries: int
+    heldout_loss: float
+    layers: list[Figures]
+    mean: Figures
+
+
+def evaluate_run(run_dir: Path, *, data: Path | None = None, rows: int = 16) -> Evaluation:
+    """Evaluate the newest complete checkpoint of a run on at most ``rows`` held-out rows.
+
+    Raises:
+        UserError: the run does not say what it trained, has no complete checkpoint, or trained a
+            model without indexers.
+        DataError: the dataset is missing, or has no held-out text.
+    """
+    from titan_npu_train.data import PackedRows, PreparedDataset, dataset_directory
+
+    run_dir = Path(run_dir)
+    info = RunInfo.read(run_dir)
+    platform.select()
+    config = preflight.load_config(info.module, info.config, info.options)
+    path = preflight.newest_checkpoint(run_dir / config.checkpoint.folder)
+    if path is None:
+        raise UserError(
+            f"no complete checkpoint in '{run_dir / config.checkpoint.folder}'. Train with "
+            "--checkpoint.enable."
+        )
+    loader = config.dataloader
+    dataset = PreparedDataset(data or dataset_directory(loader.dataset, loader.dataset_path))
+    packed = PackedRows(
+        dataset.split("heldout"),
+        seq_len=config.training.seq_len,
+        eod_id=dataset.manifest.tokenizer.eod_id,
+        document_mask=loader.document_mask,
+    )
+    model = load_model(config, path)
+    # Evenly over the held-out text: neighbouring rows come from the same documents.
+    count = min(rows, len(packed))
+    chosen = [packed[i * len(packed) // count] for i in range(count)]
+    batches = (
+        tuple(torch.from_numpy(part)[None] for part in (inputs, labels, positions))
+        for inputs, labels, positions in chosen
+    )
+    return evaluate_model(model, batches, step=int(path.name.removeprefix("step-")))
+
+
+def load_model(config: Any, checkpoint: Path) -> torch.nn.Module:
+    """Build the model of ``config`` on this process alone, with a checkpoint's weights.
+
+    Raises:
+        UserError: the configuration has no DeepSeek-V3.2 model.
+        CheckpointError: the checkpoint is damaged.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig
+    from torchtitan.tools.utils import set_default_dtype
+
+    from titan_npu_train.checkpoint import CheckpointError
+    from titan_npu_train.deepseek_v32 import DeepSeekV32Model
+
+    model_config = config.model_spec.model
+    if not isinstance(model_config, DeepSeekV32Model.Config):
+        raise UserError("the run trained a model without indexers.")
+    if damage := Checkpoint.open(checkpoint).damage():
+        raise CheckpointError(damage)
+    alone = dataclasses.replace(
+        config,
+        parallelism=ParallelismConfig(),
+        # The same function; only this form hands over the latent that all heads share.
+        dsa=dataclasses.replace(config.dsa, form="absorbed"),
+    )
+    model_config.update_from_config(config=alone)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = model_config.build()
+    model.to_empty(device=platform.current().device_type)
+    with torch.no_grad():
+        model.init_states()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+@torch.no_grad()
+def evaluate_model(
+    model: Any,
+    batches: Iterator[Sequence[torch.Tensor]] | Sequence[Sequence[torch.Tensor]],
+    *,
+    step: int | None = None,
+    seeds: Sequence[int] = SEEDS,
+) -> Evaluation:
+    """Evaluate a model's indexers.
+
+    Args:
+        model: a DeepSeekV32Model whose attention is absorbed.
+        batches: (tokens, labels, positions), int64 [B, S] each; labels of -100 do not count.
+        step: for the record.
+        seeds: of the fresh indexers.
+    """
+    device = next(model.parameters()).device
+    fresh = {
+        name: [_fresh(attention.indexer, seed) for seed in seeds]
+        for name, attention in model.attention_modules
+    }
+    sums: dict[str, _Sums] = {}
+    rows = queries = 0
+    loss = 0.0
+    for batch in batches:
+        tokens_BS, labels_BS, positions_BS = (part.to(device) for part in batch)
+        counts_BS = labels_BS != -100
+
+        def measure(name: str, indexer_inputs: tuple, inner: tuple, options: dict) -> None:
+            # Sees this batch's counts: it is called within this iteration's forward.
+            layer = sums.setdefault(name, _Sums(len(seeds)))
+            layer.add(fresh[name], indexer_inputs, inner, options, counts_BS)  # noqa: B023
+
+        with _attention_calls(model, measure):
+            logits = model(tokens_BS, positions_BS)
+        if isinstance(logits, (list, tuple)):
+            logits = logits[0]  # the others predict further ahead
+        loss += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels_BS.flatten(), reduction="sum", ignore_index=-100
+        ).item()
+        rows += tokens_BS.size(0)
+        queries += int(counts_BS.sum())
+    if not queries:
+        raise UserError("the held-out text has no token to measure on. Prepare more text.")
+    layers = [sums[name].figures(model.layer_index(name)) for name in sums]
+    any_layer = next(iter(sums.values()))
+    return Evaluation(
+        step=step,
+        topk=any_layer.topk,
+        seeds=len(seeds),
+        rows=rows,
+        queries=queries,
+        long_queries=any_layer.long_queries,
+        heldout_loss=loss / queries,
+        layers=layers,
+        mean=_mean(layers),
+    )
+
+
+class _Sums:
+    """One layer's sums over the queries seen so far."""
+
+    def __init__(self, seeds: int) -> None:
+        self.queries = self.long_queries = self.topk = 0
+        self.chance = 0.0
+        self.kl, self.kl_topk, self.found = ([0.0] * (1 + seeds) for _ in range(3))
+
+    def add(
+        self,
+        fresh: Sequence[torch.nn.Module],
+        indexer_inputs: tuple,
+        inner: tuple,
+        options: dict[str, Any],
+        counts_BS: torch.Tensor,
+    ) -> None:
+        q_BSHA, kv_BTA, *trained = inner
+        bounds_BS2, topk, scale = options["masks"].bounds_BS2, options["topk"], options["scale"]
+        visible_BS = (bounds_BS2[..., 1] - bounds_BS2[..., 0]).clamp(min=0)
+        long_BS = counts_BS & (visible_BS > topk)
+        self.topk = topk
+        self.queries += int(counts_BS.sum())
+        self.long_queries += int(long_BS.sum())
+        self.chance += (topk / visible_BS[long_BS].double()).sum().item()
+
+        indexers = [tuple(trained), *(indexer(*indexer_inputs) for indexer in fresh)]
+        for i, index in enumerate(indexers):
+            kl_BS = dsa_attention(
+                q_BSHA,
+                kv_BTA,
+                *index,
+                topk=topk,
+                scale=scale,
+                v_dim=options["v_dim"],
+                bounds=bounds_BS2,
+            ).kl
+            self.kl_topk[i] += kl_BS[counts_BS].double().sum().item()
+        chosen = [
+            lightning_indexer(*index, topk=topk, bounds=bounds_BS2)[0].long() for index in indexers
+        ]
+
+        for start, stop in _blocks(q_BSHA, kv_BTA.size(1)):
+            block = slice(start, stop)
+            seen_BQT = _visible(bounds_BS2[:, block], kv_BTA.size(1))
+            p_BQT = attention_distribution(q_BSHA[:, block], kv_BTA, seen_BQT, scale)
+            true_BQT = _top(p_BQT.masked_fill(~seen_BQT, -1.0), topk)
+            long_BQ, counts_BQ = long_BS[:, block], counts_BS[:, block]
+            for i, (q_index, k_index, weights) in enumerate(indexers):
+                scores_BQT = index_scores(q_index[:, block], k_index, weights[:, block])
+                kl_BQ = distribution_kl(p_BQT, scores_BQT, seen_BQT)
+                self.kl[i] += kl_BQ[counts_BQ].double().sum().item()
+                hits_BQ = true_BQT.gather(-1, chosen[i][:, block].clamp(min=0)).sum(-1)
+                self.found[i] += (hits_BQ[long_BQ].double() / topk).sum().item()
+
+    def figures(self, layer: int) -> Figures:
+        def per(count: int, total: float) -> float | None:
+            return total / count if count else None
+
+        def average(values: Sequence[float]) -> float:
+            return sum(values) / len(values)
+
+        return Figures(
+            layer=layer,
+            kl_trained=self.kl[0] / self.queries,
+            kl_untrained=average(self.kl[1:]) / self.queries,
+            kl_topk_trained=self.kl_topk[0] / self.queries,
+            kl_topk_untrained=average(self.kl_topk[1:]) / self.queries,
+            recall_trained=per(self.long_queries, self.found[0]),
+            recall_untrained=per(self.long_queries, average(self.found[1:])),
+            recall_chance=per(self.long_queries, self.chance),
+        )
+
+
+def attention_distribution(
+    q_BQHA: torch.Tensor, kv_BTA: torch.Tensor, seen_BQT: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """What the heads together look at: mean over heads of each head's softmax, fp32 [B, Q, T].
+
+    Rows without a visible key are zero.
+    """
+    logits_BQHT = torch.einsum("bqha,bta->bqht", q_BQHA.float(), kv_BTA.float()) * scale
+    logits_BQHT = logits_BQHT.masked_fill(~seen_BQT.unsqueeze(2), float("-inf"))
+    p_BQT = logits_BQHT.softmax(-1).mean(2)
+    return p_BQT.masked_fill(~seen_BQT, 0.0)
+
+
+def index_scores(
+    q_index_BQIC: torch.Tensor, k_index_BTC: torch.Tensor, weights_BQI: torch.Tensor
+) -> torch.Tensor:
+    """I[t, s] = sum over index heads of w[t, h] * relu(q[t, h] . k[s]); fp32 [B, Q, T]."""
+    products = torch.einsum("bqic,btc->bqit", q_index_BQIC.float(), k_index_BTC.float())
+    return torch.einsum("bqit,bqi->bqt", products.relu(), weights_BQI.float())
+
+
+def distribution_kl(
+    p_BQT: torch.Tensor, scores_BQT: torch.Tensor, seen_BQT: torch.Tensor
+) -> torch.Tensor:
+    """KL(p || softmax of the scores over the visible keys), [B, Q]; 0 log 0 = 0."""
+    log_y_BQT = scores_BQT.masked_fill(~seen_BQT, float("-inf")).log_softmax(-1)
+    terms_BQT = torch.xlogy(p_BQT, p_BQT) - p_BQT * log_y_BQT.masked_fill(~seen_BQT, 0.0)
+    return terms_BQT.masked_fill(~seen_BQT, 0.0).sum(-1)
+
+
+def _visible(bounds_BQ2: torch.Tensor, keys: int) -> torch.Tensor:
+    key_T = torch.arange(keys, device=bounds_BQ2.device)
+    return (key_T >= bounds_BQ2[..., :1]) & (key_T < bounds_BQ2[..., 1:])
+
+
+def _top(p_BQT: torch.Tensor, topk: int) -> torch.Tensor:
+    """1 at the ``topk`` largest entries of each row, 0 elsewhere."""
+    best = p_BQT.topk(min(topk, p_BQT.size(-1)), dim=-1).indices
+    return torch.zeros_like(p_BQT).scatter_(-1, best, 1.0)
+
+
+def _blocks(q_BSHA: torch.Tensor, keys: int) -> Iterator[tuple[int, int]]:
+    """Ranges of queries whose scores fit the memory set aside for them."""
+    B, S, H, _ = q_BSHA.shape
+    size = max(1, _BLOCK_SCORES // (B * H * keys))
+    for start in range(0, S, size):
+        yield start, min(S, start + size)
+
+
+def _fresh(indexer: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """A copy of an indexer with new random weights, as training starts with."""
+    copied = copy.deepcopy(indexer)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        copied.init_states()
+    return copied
+
+
+def _mean(layers: Sequence[Figures]) -> Figures:
+    def mean(name: str) -> float | None:
+        values = [value for f in layers if (value := getattr(f, name)) is not None]
+        return sum(values) / len(values) if values else None
+
+    names = [field.name for field in dataclasses.fields(Figures) if field.name != "layer"]
+    return Figures(layer=None, **{name: mean(name) for name in names})
+
+
+class _attention_calls:
+    """Calls ``measure(name, indexer inputs, inner attention inputs, options)`` for every layer."""
+
+    def __init__(self, model: Any, measure: Callable[[str, tuple, tuple, dict], None]) -> None:
+        self._model, self._measure = model, measure
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, attention in self._model.attention_modules:
+            kept: dict[str, tuple] = {}
+
+            def keep(module: Any, args: tuple, kept: dict[str, tuple] = kept) -> None:
+                kept["indexer"] = args
+
+            def call(
+                module: Any,
+                args: tuple,
+                kwargs: dict[str, Any],
+                name: str = name,
+                kept: dict[str, tuple] = kept,
+            ) -> None:
+                self._measure(name, kept.pop("indexer"), args, kwargs)
+
+            self._handles += [
+                attention.indexer.register_forward_pre_hook(keep),
+                attention.inner_attention.register_forward_pre_hook(call, with_kwargs=True),
+            ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
