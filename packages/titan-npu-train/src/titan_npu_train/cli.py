@@ -16,7 +16,7 @@ from rich.console import Console
 from titan_npu_train import __version__, failures
 from titan_npu_train.failures import UserError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "data_options", "main", "run", "say", "select_platform"]
 
 app = typer.Typer(
     name="titan-npu",
@@ -37,8 +37,8 @@ def main() -> None:
     sys.exit(run())
 
 
-def run(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+def run(arguments: list[str] | None = None, *, app: typer.Typer = app) -> int:
+    """Run the command (or another one in its manner) and return the exit code."""
     from titan_npu_train.launch import Interrupted, RunFailed
 
     logging.getLogger().addHandler(logging.NullHandler())  # or logging's last resort prints
@@ -81,8 +81,16 @@ def _say_error(text: str) -> None:
     err.print(f"{failures.PREFIX}{text}", markup=False)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line for a person."""
     out.print(text, markup=False)
+
+
+def select_platform() -> Any:
+    """Choose the device, before anything of torchtitan that copies it is imported."""
+    from titan_npu_train import platform
+
+    return platform.select()
 
 
 @contextlib.contextmanager
@@ -167,7 +175,7 @@ def train(
             f"CONFIG comes first, got '{config}'. Write: titan-npu train CONFIG {config} ..."
         )
     with _busy("reading the configuration"):
-        platform = _select_platform()
+        platform = select_platform()
         if not config:
             known = ", ".join(preflight.config_names(module))
             raise UserError(f"which configuration? titan-npu train CONFIG, one of: {known}.")
@@ -179,15 +187,15 @@ def train(
     settings = preflight.load_config(module, config, extra)
     preflight.check(settings, nproc)
 
-    _say(
+    say(
         f"training {config} to step {settings.training.steps} on {nproc} x {platform.name}: "
         f"{settings.training.seq_len} tokens a row, folder {settings.dump_folder}"
     )
     result = launch.launch(
-        settings, module=module, name=config, options=extra, nproc=nproc, say=_say
+        settings, module=module, name=config, options=extra, nproc=nproc, say=say
     )
-    _say(launch.summary(result))
-    _say(f"curves: titan-npu report {settings.dump_folder}")
+    say(launch.summary(result))
+    say(f"curves: titan-npu report {settings.dump_folder}")
 
 
 data_app = typer.Typer(no_args_is_help=True, help="Make datasets to train on.")
@@ -288,8 +296,8 @@ def prepare(
             max_bytes=max_bytes,
             progress=progress,
         )
-    _say(str(summary))
-    _say(f"train on it: titan-npu train CONFIG --data {out_dir}")
+    say(str(summary))
+    say(f"train on it: titan-npu train CONFIG --data {out_dir}")
 
 
 def data_options(settings: Any, options: list[str], data: Path | None) -> list[str]:
@@ -325,12 +333,6 @@ def data_options(settings: Any, options: list[str], data: Path | None) -> list[s
     if not any(o.startswith(("--hf_assets_path", "--hf-assets-path")) for o in options):
         added += ["--hf_assets_path", str(data / "tokenizer")]
     return added
-
-
-def _select_platform() -> Any:
-    from titan_npu_train import platform
-
-    return platform.select()
 
 
 if __name__ == "__main__":

@@ -57,11 +57,12 @@ class Interrupted(Exception):
 class RunResult:
     """Attributes:
     dump_folder: the run's folder.
-    last_step: the last step in its metrics.jsonl that this launch added, None if it added none.
+    first_step, last_step: of the steps this launch trained, None if it trained none.
     seconds: wall time from launch to end.
     """
 
     dump_folder: Path
+    first_step: int | None
     last_step: int | None
     seconds: float
 
@@ -133,8 +134,7 @@ def launch(
             ) from None
         finally:
             progress.finish()
-    record = progress.last_record
-    return RunResult(dump_folder, record["step"] if record else None, time.monotonic() - began)
+    return RunResult(dump_folder, progress.first_step, progress.last_step, time.monotonic() - began)
 
 
 def default_nproc(platform: Any) -> int:
@@ -256,8 +256,8 @@ def _why(
 
 
 def _after(progress: Progress) -> str:
-    record = progress.last_record
-    return f" after step {record['step']}" if record else " before the first step"
+    step = progress.last_step
+    return " before the first step" if step is None else f" after step {step}"
 
 
 def _signal_hint(number: int) -> str:

@@ -46,7 +46,8 @@ class Progress(threading.Thread):
         self, metrics: Path, log: Path, total_steps: int, say: Callable[[str], None]
     ) -> None:
         super().__init__(name="progress", daemon=True)
-        self.last_record: dict[str, Any] | None = None
+        self.first_step: int | None = None
+        self.last_step: int | None = None
         self.steps_seen = 0
         self._metrics = _Tail(metrics, from_end=True)
         self._log = _Tail(log)
@@ -73,9 +74,11 @@ class Progress(threading.Thread):
         for line in self._metrics.lines():
             try:
                 record = json.loads(line)
-            except ValueError:
+                step = record["step"]
+            except (ValueError, KeyError, TypeError):
                 continue  # a line cut short by a kill
-            self.last_record = record
+            self.last_step = step
+            self.first_step = self.first_step or self.last_step
             self.steps_seen += 1
             self._say(step_line(record, self._total_steps, self._seconds_per_step(record)))
 

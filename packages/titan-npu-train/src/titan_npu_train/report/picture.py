@@ -41,6 +41,7 @@ def draw(
     axes[1, 1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _curve(axes[1, 2], records, "peak_memory_bytes", "peak memory of rank 0", "GiB", _BLUE, 2**-30)
     axes[1, 2].set_ylim(bottom=0)
+    axes[1, 2].margins(y=0.15)
     for row in axes:
         for ax in row:
             _style(ax)
@@ -73,6 +74,7 @@ def _curve(
 def _indexer_loss(ax: Axes, records: Sequence[dict[str, Any]]) -> None:
     with_layers = [r for r in records if r.get("indexer_loss_layers")]
     count = max((len(r["indexer_loss_layers"]) for r in with_layers), default=0)
+    ends: list[tuple[int, float, int]] = []
     for layer in range(count):
         points = [
             (r["step"], r["indexer_loss_layers"][layer])
@@ -81,17 +83,28 @@ def _indexer_loss(ax: Axes, records: Sequence[dict[str, Any]]) -> None:
         ]
         steps, values = zip(*points, strict=True)
         ax.plot(steps, values, color=_GREY, linewidth=0.8, alpha=0.55, zorder=1)
-        if count <= 8:
-            ax.annotate(
-                str(layer),
-                (steps[-1], values[-1]),
-                xytext=(3, 0),
-                textcoords="offset points",
-                fontsize=7,
-                color=_GREY,
-                va="center",
-            )
+        ends.append((steps[-1], values[-1], layer))
     _curve(ax, records, "indexer_loss", "indexer loss (grey: each layer)", "nats a token", _ORANGE)
+    _label_ends(ax, ends)
+
+
+def _label_ends(ax: Axes, ends: Sequence[tuple[int, float, int]]) -> None:
+    """Number the lines at their ends, where the numbers do not cover one another."""
+    bottom, top = ax.get_ylim()
+    written: list[float] = []
+    for step, value, layer in ends:
+        if any(abs(value - other) < 0.04 * (top - bottom) for other in written):
+            continue
+        written.append(value)
+        ax.annotate(
+            str(layer),
+            (step, value),
+            xytext=(3, 0),
+            textcoords="offset points",
+            fontsize=7,
+            color=_GREY,
+            va="center",
+        )
 
 
 def _recall(ax: Axes, evaluation: "Evaluation | None") -> None:

@@ -33,7 +33,7 @@ def _legend(evaluation: dict[str, Any]) -> str:
 
 
 def _training(summary: dict[str, Any]) -> Table:
-    table = Table("", "first", "last", title=f"{summary['steps']} steps", title_justify="left")
+    table = Table("", "first", "last", title=f"to step {summary['steps']}", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for key, label, form in (
