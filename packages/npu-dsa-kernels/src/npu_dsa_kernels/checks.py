@@ -69,10 +69,10 @@ def key_count(name: str, T: int) -> None:
 
 
 def scale(value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+    number = isinstance(value, (int, float, torch.SymFloat, torch.SymInt))
+    # Compared instead of math.isfinite, which cannot be traced.
+    if isinstance(value, bool) or not number or not -math.inf < value < math.inf:
         raise bad("scale", repr(value), "expected a finite float")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise bad("scale", value, "expected a finite float")
 
 
 def bounds(x: Tensor | None, B: int, S: int, T: int, *, validate: bool) -> None:

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from hypothesis import given
+
+import dsa_definitions as definition
+from dsa_definitions import PACKED, TOLERANCE, assert_close, cases
+from npu_dsa_kernels import attention_target, sparse_attention
+
+
+@given(case=cases())
+def test_values(backend, dtype, case):
+    q, kv = case.attention(dtype)
+    indices = case.indices()
+    _, lse = sparse_attention(q, kv, indices, scale=0.4, v_dim=1, backend=backend)
+    target = attention_target(q, kv, indices, lse, scale=0.4, backend=backend)
+    expected = definition.attention_target(q.double(), kv.double(), indices, 0.4)
+    assert target.dtype == dtype
+    assert_close(target, expected, TOLERANCE[dtype])
+    # Not normalised: a row with keys sums to the number of heads.
+    some = (indices >= 0).any(-1)
+    assert_close(target.sum(-1), some.double() * case.H, TOLERANCE[dtype])
+
+
+def test_heads_add_up(backend):
+    q, kv = PACKED.attention()
+    indices = PACKED.indices()
+    _, lse = sparse_attention(q, kv, indices, scale=0.4, v_dim=3, backend=backend)
+    whole = attention_target(q, kv, indices, lse, scale=0.4, backend=backend)
+    parts = [
+        attention_target(q[:, :, h], kv, indices, lse[:, :, h], scale=0.4, backend=backend)
+        for h in (slice(0, 1), slice(1, 3))
+    ]
+    assert_close(parts[0] + parts[1], whole, 1e-14)
+
+
+def test_no_gradient(backend):
+    q, kv = (x.requires_grad_() for x in PACKED.attention())
+    indices = PACKED.indices()
+    _, lse = sparse_attention(q, kv, indices, scale=0.4, v_dim=3, backend=backend)
+    assert lse.requires_grad
+    assert not attention_target(q, kv, indices, lse, scale=0.4, backend=backend).requires_grad
+
+
+def test_empty_slots_are_zero_and_read_nothing(backend):
+    q, kv = PACKED.attention(torch.bfloat16)
+    indices = PACKED.indices()
+    indices[indices == 0] = 99
+    kv[:, 0] = float("nan")
+    _, lse = sparse_attention(q, kv, indices, scale=0.4, v_dim=3, backend=backend)
+    target = attention_target(q, kv, indices, lse, scale=0.4, backend=backend)
+    assert target.dtype == torch.float32
+    assert (target[(indices < 0) | (indices > 15)] == 0).all()
+    assert target.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("lse", "message"),
+    [
+        (torch.zeros(2, 8), r"lse: got shape \(2, 8\); expected 3 dimensions"),
+        (torch.zeros(2, 8, 2), r"lse: got shape \(2, 8, 2\); expected \[B=2, S=8, H=3\]"),
+        (torch.zeros(2, 8, 3).bfloat16(), r"lse: got torch.bfloat16; expected float32"),
+        (torch.zeros(2, 8, 3, device="meta"), r"lse: got device meta; expected cpu"),
+    ],
+)
+def test_bad_input(lse, message):
+    q, kv, indices = torch.randn(2, 8, 3, 4), torch.randn(2, 8, 4), torch.zeros(2, 8, 2).int()
+    with pytest.raises(ValueError, match=message):
+        attention_target(q, kv, indices, lse, scale=1.0)
+    with pytest.raises(ValueError, match=r"scale: got inf"):
+        attention_target(q, kv, indices, torch.zeros(2, 8, 3), scale=float("inf"))

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+import npu_dsa_kernels
+from npu_dsa_kernels import backends, hadamard
+
+X = torch.randn(2, 4)
+
+
+def ran(call) -> set[str]:
+    """Names of the npu_dsa operators that `call` reaches; the reference reaches none."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return {e.name for e in profile.events() if e.name.startswith("npu_dsa::")}
+
+
+def test_status_says_available_or_why_not():
+    status = backends()
+    assert set(status) == {"reference", "torch", "triton", "npu"}
+    assert status["reference"] == status["torch"] == "available"
+    for name in ("triton", "npu"):
+        assert "not in this version" in status[name]
+        with pytest.raises(ValueError, match="not in this version"):
+            hadamard(X, backend=name)
+    status["torch"] = "changed"
+    assert backends()["torch"] == "available"
+
+
+def test_environment_overrides_the_default_and_the_argument_overrides_it(monkeypatch):
+    assert ran(lambda: hadamard(X)) == {"npu_dsa::hadamard"}
+    monkeypatch.setenv("NPU_DSA_BACKEND", "reference")
+    assert ran(lambda: hadamard(X)) == set()
+    assert ran(lambda: hadamard(X, backend="torch")) == {"npu_dsa::hadamard"}
+    monkeypatch.setenv("NPU_DSA_BACKEND", "")
+    assert ran(lambda: hadamard(X)) == {"npu_dsa::hadamard"}
+
+
+def test_bad_environment_is_named(monkeypatch):
+    monkeypatch.setenv("NPU_DSA_BACKEND", "fast")
+    with pytest.raises(ValueError, match="NPU_DSA_BACKEND: got 'fast'; expected one of reference"):
+        hadamard(X)
+    monkeypatch.setenv("NPU_DSA_BACKEND", "triton")
+    with pytest.raises(ValueError, match=r"NPU_DSA_BACKEND: got 'triton'; .*available: reference"):
+        hadamard(X)
+
+
+def test_public_names_exist():
+    for name in npu_dsa_kernels.__all__:
+        assert getattr(npu_dsa_kernels, name) is not None
