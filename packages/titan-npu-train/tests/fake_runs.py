@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import tyro
+from tokenizers import Tokenizer, models
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from titan_npu_train.failures import UserError
@@ -65,7 +66,7 @@ class FakeConfig:
     dataloader: Dataloader = field(default_factory=Dataloader)
     debug: DebugConfig = field(default_factory=lambda: DebugConfig(enable_structured_logging=False))
     act: str = ""
-    """What goes wrong, on which rank: "raise:1", "bug:0", "all:", "kill:1", "hang:1"."""
+    """What goes wrong after step 2, on which rank: "raise:1", "bug:0", "all:", "kill:0,hang:1"."""
 
     def build(self) -> "FakeTrainer":
         return FakeTrainer(self)
@@ -76,9 +77,9 @@ class FakeTrainer:
         self.config = config
         self.rank = int(os.environ["RANK"])
         dist.init_process_group("gloo")
+        print(f"rank {self.rank} with {os.environ['OMP_NUM_THREADS']} threads")
 
     def train(self) -> None:
-        kind, _, who = self.config.act.partition(":")
         folder = Path(self.config.dump_folder)
         (folder / f"pid{self.rank}").write_text(str(os.getpid()))
         for step in range(1, self.config.training.steps + 1):
@@ -87,18 +88,24 @@ class FakeTrainer:
                 record = {"step": step, "loss": 8.0 / step, "tokens_per_second": 100.0}
                 with (folder / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(record) + "\n")
-            if step < 2 or (who and self.rank != int(who)):
-                continue
-            if kind == "raise":
+            if step == 2:
+                for act in filter(None, self.config.act.split(",")):
+                    kind, _, who = act.partition(":")
+                    if not who or self.rank == int(who):
+                        self._do(kind)
+
+    def _do(self, kind: str) -> None:
+        match kind:
+            case "raise":
                 raise UserError("the data of rank 1 is bad. Prepare it again.")
-            if kind == "bug":
-                {}["missing"]
-            if kind == "all":
+            case "all":
                 raise UserError("the learning rate is negative. Use a positive one.")
-            if kind == "kill":
+            case "bug":
+                raise KeyError("missing")
+            case "kill":
                 time.sleep(1.0)  # for the launcher to see the step
                 os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "hang":
+            case "hang":
                 time.sleep(3600)
 
     def close(self) -> None:
@@ -111,3 +118,10 @@ def fake_debugmodel() -> FakeConfig:
 
 def fake_larger() -> FakeConfig:
     return FakeConfig()
+
+
+def write_tokenizer(folder: Path, size: int = 26) -> None:
+    """A tokenizer.json of ``size`` tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {chr(0x4E00 + i): i for i in range(size)}
+    Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(folder / "tokenizer.json"))

@@ -106,7 +106,7 @@ def describe(error: BaseException) -> Failure:
         and module.partition(".")[0] in _SPEAKING_PACKAGES
     ):
         return Failure(text)
-    return Failure(f"{type(error).__name__}: {text or '(no message)'}", unexpected=True)
+    return Failure(f"{type(error).__name__}: {_short(text) or '(no message)'}", unexpected=True)
 
 
 def write_error_file(
@@ -210,6 +210,12 @@ def _is_out_of_memory(error: BaseException, lowered: str) -> bool:
 
 def _first_line(text: str) -> str:
     return text.splitlines()[0].rstrip(".") if text else "no message"
+
+
+def _short(text: str, limit: int = 400) -> str:
+    """Libraries put pages into a message; its beginning will do, the error file has it all."""
+    first = text.split("\n\n", 1)[0]
+    return first if len(first) <= limit else first[:limit].rstrip() + " ..."
 
 
 def _sentence(text: str) -> str:

@@ -3,6 +3,7 @@
 torchrun's agent starts and watches them, in this process: when a rank dies it ends the others.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -10,7 +11,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ __all__ = [
 
 _SHUTDOWN_SECONDS = 15  # between SIGTERM and SIGKILL for the ranks that are still alive
 _MONITOR_SECONDS = 0.2
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_AGENT_LOGGERS = "torch.distributed.elastic"
 
 
 class RunFailed(Exception):
@@ -95,7 +98,6 @@ def launch(
     dump_folder = Path(config.dump_folder)
     logs = _log_folder(dump_folder)
     failures.clear_error_files(dump_folder)
-    _quiet_torchrun()
 
     progress = Progress(
         dump_folder / "metrics.jsonl", logs / "rank0.log", config.training.steps, say
@@ -117,7 +119,8 @@ def launch(
     command = ["-u", "-m", "titan_npu_train.train", "--module", module, "--config", name, *options]
     began = time.monotonic()
     progress.start()
-    with _environment({**thread_settings(nproc), LAUNCHER_VARIABLE: str(os.getpid())}):
+    settings = {**thread_settings(nproc), LAUNCHER_VARIABLE: str(os.getpid())}
+    with _environment(settings), _torchrun_kept_to_itself():
         try:
             elastic_launch(agent, sys.executable)(*command)
         except ChildFailedError as error:
@@ -288,28 +291,37 @@ def _last_words(log: Path, lines: int = 8) -> str:
         return "  (no output)"
 
 
-def _quiet_torchrun() -> None:
-    """The agent's own account of a failure repeats every rank's; ours replaces it."""
-    if failures.tracebacks_wanted():
-        return
-    for name in list(logging.Logger.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-class _environment:
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables, and put back what was there."""
-
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self._values = values
-
-    def __enter__(self) -> None:
-        self._before = {key: os.environ.get(key) for key in self._values}
-        os.environ.update(self._values)
-
-    def __exit__(self, *_: object) -> None:
-        for key, value in self._before.items():
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
             if value is None:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+@contextlib.contextmanager
+def _torchrun_kept_to_itself() -> Iterator[None]:
+    """Undo what the agent leaves behind: its signal handlers. And do not let it print.
+
+    Its own account of a failure repeats every rank's; ours replaces it.
+    """
+    handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
+    names = [n for n in logging.Logger.manager.loggerDict if n.startswith(_AGENT_LOGGERS)]
+    levels = {name: logging.getLogger(name).level for name in names}
+    if not failures.tracebacks_wanted():
+        for name in names:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

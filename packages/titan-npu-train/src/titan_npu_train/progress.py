@@ -27,7 +27,7 @@ _NOTABLE_INFO = re.compile(
 )
 _NOT_FOR_PEOPLE = re.compile(
     r"^(ENV\[|HF assets path|initial_load_model_only=True has no effect|Finished loading"
-    r"|Peak flops undefined)",
+    r"|Peak flops undefined|model\.safetensors\.index\.json not found)",
     re.IGNORECASE,
 )
 
@@ -121,7 +121,7 @@ def notable(line: str) -> str | None:
     found = _LOG_LINE.match(_COLOR.sub("", line))
     if found is None:
         return None
-    level, message = found["level"], found["message"].strip()
+    level, message = found["level"], " ".join(found["message"].split())
     if _NOT_FOR_PEOPLE.search(message):
         return None
     if level in ("WARNING", "ERROR", "CRITICAL"):
