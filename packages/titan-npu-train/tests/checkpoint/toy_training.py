@@ -76,7 +76,7 @@ class Toy:
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.step = 0
         torch.manual_seed(0)
-        self.model = Net(self.width, self.layers)
+        self.model = self.build_model()
         if self.ranks > 1:
             fully_shard(self.model, mesh=init_device_mesh("cpu", (self.ranks,)))
             self.model.set_force_sum_reduction_for_comms(True)
@@ -100,6 +100,9 @@ class Toy:
             sd_adapter=None,
             base_folder=str(self.folder),
         )
+
+    def build_model(self) -> nn.Module:
+        return Net(self.width, self.layers)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}

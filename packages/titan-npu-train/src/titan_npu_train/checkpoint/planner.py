@@ -13,6 +13,9 @@ from titan_npu_train.checkpoint.errors import CheckpointError
 from titan_npu_train.checkpoint.rng import RNG
 
 _LISTED = 5
+# torchtitan's flat optimizer keys: optimizer.state.<parameter>.<name>
+_STATE = f"{OPTIMIZER}.state."
+_GROUPS = f"{OPTIMIZER}.param_groups."
 
 
 def _listing(lines: list[str]) -> str:
@@ -39,6 +42,7 @@ class MatchingLoadPlanner(DefaultLoadPlanner):
         self._strict = strict
 
     def create_local_plan(self) -> LoadPlan:
+        self._leave_unstarted_state()
         saved = self.metadata.state_dict_metadata
         absent = [key for key in self.state_dict if key not in saved]
         if generators := [key for key in absent if key.startswith(f"{RNG}.")]:
@@ -51,6 +55,25 @@ class MatchingLoadPlanner(DefaultLoadPlanner):
         self._refuse_absent([key for key in absent if key not in generators])
         self._refuse_reshaped()
         return super().create_local_plan()
+
+    def _leave_unstarted_state(self) -> None:
+        """Leave optimizer state uncreated where it was when the checkpoint was written.
+
+        An optimizer creates a parameter's state at its first gradient, but torchtitan creates
+        all of it before loading. A parameter the checkpoint lists in a param group without any
+        state had had no gradient yet (an indexer without its loss); it starts like that again.
+        """
+        saved = self.metadata.state_dict_metadata
+        listed = {
+            key.rsplit(".", 1)[0].removeprefix(_GROUPS) for key in saved if key.startswith(_GROUPS)
+        }
+        started = {
+            key.rsplit(".", 1)[0].removeprefix(_STATE) for key in saved if key.startswith(_STATE)
+        }
+        for key in [key for key in self.state_dict if key.startswith(_STATE)]:
+            if key.rsplit(".", 1)[0].removeprefix(_STATE) in listed - started:
+                del self.state_dict[key]
+                del self.original_state_dict[OPTIMIZER][key.removeprefix(f"{OPTIMIZER}.")]
 
     def _refuse_absent(self, absent: list[str]) -> None:
         if not absent:
