@@ -50,7 +50,7 @@ class ShardInfo:
     documents: int
     tokens: int
     files: dict[str, FileInfo]
-    """ "tokens" and "offsets"."""
+    """The shard's "tokens" and "offsets"."""
 
 
 @dataclass(frozen=True)

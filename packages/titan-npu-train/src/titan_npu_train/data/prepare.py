@@ -1,7 +1,7 @@
 """Turns a source of text into a dataset directory: documents -> tokenizer -> token shards.
 
 The source is read three times: to judge and hash every document, to train the tokenizer, to write
-tokens. Only 25 bytes a document stay in memory. The same source and options give the same bytes.
+tokens. Some dozens of bytes a document and one shard stay in memory. The same source and options give the same bytes.
 """
 
 import hashlib
@@ -531,7 +531,12 @@ def _publish(root: Path, out: Path) -> None:
     old = _beside(out, "replaced", os.getpid())
     if out.exists():
         out.rename(old)
-    root.rename(out)
+    try:
+        root.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
     _sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
