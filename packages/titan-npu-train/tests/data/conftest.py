@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_corpus import made_text
 
+from made_corpus import made_text
 from titan_npu_train.data import PreparedDataset, prepare
 
 

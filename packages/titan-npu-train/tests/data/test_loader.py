@@ -221,6 +221,7 @@ def test_resume_on_another_layout(
     assert steps(resumed, after[2], 3) == uninterrupted[taken:]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_state_survives_a_checkpoint(
     load: Callable[..., PackedTextDataLoader], tmp_path: Path
 ) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_corpus import made_text
 
+from made_corpus import made_text
 from titan_npu_train.data import (
     DataError,
     DocumentTokenizer,

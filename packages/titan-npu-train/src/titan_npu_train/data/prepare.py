@@ -1,7 +1,8 @@
 """Turns a source of text into a dataset directory: documents -> tokenizer -> token shards.
 
 The source is read three times: to judge and hash every document, to train the tokenizer, to write
-tokens. Some dozens of bytes a document and one shard stay in memory. The same source and options give the same bytes.
+tokens. Some dozens of bytes a document and one shard stay in memory. The same source and options
+give the same bytes.
 """
 
 import hashlib
