@@ -189,7 +189,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, types, declared dependencies and house rules. `nox -s lint -- --fix` repairs what ruff can."""
+    """Style, types, dependencies, house rules. `nox -s lint -- --fix` repairs what can be."""
     _install(session, list(PACKAGES.values()), *GROUPS["lint"], extra="test")
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []))
