@@ -1,0 +1,124 @@
+"""One rank of a comparison run: train a few steps and keep what a step computed.
+
+    torchrun ... split_run.py seed OUT [torchtitan options]   write an unsharded seed checkpoint
+    torchrun ... split_run.py train OUT [torchtitan options]  train; rank 0 writes OUT
+
+OUT holds, for every step, the LM loss, each layer's indexer loss, the gradient norm and all
+gradients, whole; and the smallest gap between a query's k-th and (k+1)-th index score.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from titan_npu_train import platform
+
+platform.select("cpu")
+
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.tools.logging import init_logger  # noqa: E402
+
+from titan_npu_train.deepseek_v32 import attention  # noqa: E402
+
+
+def main() -> None:
+    mode, out, *options = sys.argv[1:]
+    init_logger()
+    config = ConfigManager().parse_args(["--module", "titan_npu_train.deepseek_v32", *options])
+    trainer = config.build()
+    if mode == "seed":
+        make_everything_matter(trainer.model_parts[0], int(out))
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+    else:
+        record = train(trainer, config.training.steps)
+        if torch.distributed.get_rank() == 0:
+            torch.save(record, Path(out))
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def make_everything_matter(model: torch.nn.Module, seed: int) -> None:
+    """Weights under which scores are spread out and every part changes the output.
+
+    With the training initialisation the indexer's scores are all but equal, and which keys win is
+    a matter of rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            parameter.add_(0.1 * noise)
+        elif "tok_embeddings" not in name:
+            parameter.copy_(noise * parameter.size(-1) ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias_E"):
+            buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
+
+
+def train(trainer, steps: int) -> dict:
+    record = {"steps": [], "smallest_gap": watch_gaps()}
+    parameters = [
+        (name.replace("_checkpoint_wrapped_module.", ""), parameter)
+        for part in trainer.model_parts
+        for name, parameter in part.named_parameters()
+    ]
+
+    def keep_gradients(*_) -> None:
+        record["steps"].append({"gradients": {name: whole(p.grad) for name, p in parameters}})
+
+    def keep_metrics(step, loss, max_loss, grad_norm, extra_metrics) -> None:
+        record["steps"][-1] |= {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "indexer_losses": extra_metrics["indexer_loss_layers"],
+        }
+
+    trainer.optimizers.register_step_pre_hook(keep_gradients)
+    trainer.metrics_processor.log = keep_metrics
+    trainer.checkpointer.load(step=trainer.config.checkpoint.load_step)
+    batches = trainer.batch_generator(trainer.dataloader)
+    for _ in range(steps):
+        trainer.step += 1
+        trainer.train_step(batches)
+    record["expert_biases"] = {
+        name.replace("_checkpoint_wrapped_module.", ""): whole(buffer)
+        for part in trainer.model_parts
+        for name, buffer in part.named_buffers()
+        if name.endswith("expert_bias_E")
+    }
+    return record
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def watch_gaps() -> list[float]:
+    """A list that collects, a forward each, the smallest gap that decided a selection."""
+    gaps: list[float] = []
+    attend = attention.dsa_attention
+
+    def watched(q, kv, q_index, k_index, weights, *, topk, bounds, **kwargs):
+        with torch.no_grad():
+            _, scores = attention.lightning_indexer(
+                q_index, k_index, weights, topk=topk + 1, bounds=bounds
+            )
+        last, first_out = scores[..., topk - 1], scores[..., topk]
+        # Two keys no head responds to both score exactly 0: a tie that position decides, not
+        # rounding.
+        decided = first_out.isfinite() & ((last != 0) | (first_out != 0))
+        gap = (last - first_out)[decided]
+        gaps.append(gap.min().item() if gap.numel() else float("inf"))
+        return attend(q, kv, q_index, k_index, weights, topk=topk, bounds=bounds, **kwargs)
+
+    attention.dsa_attention = watched
+    return gaps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The same global batch, however it is split: same losses, same gradients, every parameter.
+
+All runs start from one seed checkpoint and read the same rows. Indexer gradients are compared
+first: an equal LM loss says nothing about them. top-k is a quarter of the sequence.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_npu_train.data import prepare
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = 1e-5
+STEPS = 2
+# Weights and rows for which no selection is decided by less than SMALLEST_GAP.
+SEED = 3
+SMALLEST_GAP = 1e-5
+OPTIONS = [
+    *("--training.seq_len", "64"),
+    *("--training.global_batch_size", "4"),
+    *("--training.steps", str(STEPS)),
+    *("--training.max_norm", "1e9"),
+    *("--dsa.topk", "16"),
+    *("--dataloader.dataset", "prepared"),
+]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    """A folder with a dataset and a seed checkpoint."""
+    root = tmp_path_factory.mktemp("split")
+    source = root / "text"
+    source.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    words = ["gather", "scatter", "reduce", "mask", "key", "query", "top", "sum", "(", ")", ":"]
+    for i in range(60):
+        size = int(torch.randint(20, 90, (), generator=generator))
+        picks = torch.randint(0, len(words), (size,), generator=generator)
+        (source / f"{i}.txt").write_text(" ".join(words[p] + str(int(p) * i % 7) for p in picks))
+    prepare(source, root / "data", vocab_size=300)
+    launch(
+        1,
+        [
+            *("seed", str(SEED)),
+            *options(root),
+            *("--checkpoint.create_seed_checkpoint", "--checkpoint.enable"),
+            *("--dump_folder", str(root / "seed")),
+        ],
+    )
+    return root
+
+
+def options(root: Path, config: str = "deepseek_v32_debugmodel") -> list[str]:
+    return [
+        *("--config", config),
+        *OPTIONS,
+        *("--dataloader.dataset_path", str(root / "data")),
+        *("--hf_assets_path", str(root / "data" / "tokenizer")),
+    ]
+
+
+def launch(nproc: int, arguments: list[str]) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(nproc)),
+        str(Path(__file__).with_name("split_run.py")),
+        *arguments,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def run(root: Path, name: str, nproc: int, *extra: str) -> dict:
+    out = root / f"{name}.pt"
+    launch(
+        nproc,
+        [
+            *("train", str(out)),
+            *options(root),
+            *("--checkpoint.enable", "--checkpoint.load_only"),
+            *("--checkpoint.initial_load_path", str(root / "seed" / "checkpoint" / "step-0")),
+            *("--dump_folder", str(root / name)),
+            *extra,
+        ],
+    )
+    return torch.load(out)
+
+
+@pytest.fixture(scope="module")
+def expected(workspace) -> dict:
+    """One process, the whole batch at once."""
+    record = run(workspace, "one", 1, "--training.local_batch_size", "4")
+    gap = min(record["smallest_gap"])
+    assert gap > SMALLEST_GAP, f"smallest score gap {gap:.2e}: take another SEED"
+    return record
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    norm = wanted.double().norm()
+    return ((got.double() - wanted.double()).norm() / norm).item() if norm else got.norm().item()
+
+
+FSDP2 = ["--parallelism.data_parallel_shard_degree", "2"]
+EP2 = ["--parallelism.expert_parallel_degree", "2"]
+HSDP = [
+    *("--parallelism.data_parallel_replicate_degree", "2"),
+    *("--parallelism.data_parallel_shard_degree", "1"),
+]
+
+
+def rows(local_batch_size: int) -> list[str]:
+    return ["--training.local_batch_size", str(local_batch_size)]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "extra"),
+    [
+        pytest.param(1, rows(2), id="accumulation-2"),
+        pytest.param(1, rows(1), id="accumulation-4"),
+        pytest.param(1, [*rows(4), "activation_checkpoint:selective"], id="ac-selective"),
+        pytest.param(1, [*rows(4), "activation_checkpoint:full"], id="ac-full"),
+        pytest.param(2, [*rows(2), *FSDP2], id="fsdp-2"),
+        pytest.param(2, [*rows(2), *EP2], id="ep-2"),
+        pytest.param(2, [*rows(2), *HSDP], id="hsdp-2x1"),
+        pytest.param(
+            2, [*rows(1), *EP2, "activation_checkpoint:full"], id="ep-2-accumulation-2-ac-full"
+        ),
+    ],
+)
+def test_same_as_one_process(workspace, expected, request, nproc, extra):
+    name = request.node.callspec.id
+    got = run(workspace, name, nproc, *extra)
+    assert len(got["steps"]) == STEPS
+    for step, (ours, wanted) in enumerate(zip(got["steps"], expected["steps"], strict=True), 1):
+        assert ours["gradients"].keys() == wanted["gradients"].keys()
+        names = sorted(wanted["gradients"], key=lambda n: (".indexer." not in n, n))
+        for parameter in names:
+            gradient = wanted["gradients"][parameter]
+            assert gradient.norm() > 0, f"{parameter} has no gradient to compare"
+            error = difference(ours["gradients"][parameter], gradient)
+            assert error < LIMIT, (
+                f"step {step}: gradient of {parameter} is off by {error:.2e}; smallest score gaps "
+                f"{min(got['smallest_gap']):.2e} and {min(expected['smallest_gap']):.2e}"
+            )
+        assert ours["loss"] == pytest.approx(wanted["loss"], rel=LIMIT)
+        assert ours["indexer_losses"] == pytest.approx(wanted["indexer_losses"], rel=LIMIT)
+        assert ours["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=LIMIT)
+    for bias, wanted in expected["expert_biases"].items():
+        assert torch.equal(got["expert_biases"][bias], wanted), bias
+
+
+def test_grad_norm_is_the_norm_of_all_gradients(expected):
+    for step in expected["steps"]:
+        squares = [g.double().square().sum() for g in step["gradients"].values()]
+        exact = torch.stack(squares).sum().sqrt().item()
+        assert step["grad_norm"] == pytest.approx(exact, rel=1e-9)

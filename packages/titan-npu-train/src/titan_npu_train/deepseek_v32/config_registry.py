@@ -1,0 +1,170 @@
+"""Complete training configurations, by the names ``titan-npu train`` and ``--config`` take."""
+
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
+
+from titan_npu_train.checkpoint import VerifiedCheckpointManager
+from titan_npu_train.data import PackedTextDataLoader
+from titan_npu_train.deepseek_v32 import model_registry
+from titan_npu_train.metrics import MetricsProcessor
+from titan_npu_train.trainer import Trainer
+
+__all__ = [
+    "deepseek_v32_4layers",
+    "deepseek_v32_4layers_small",
+    "deepseek_v32_8layers",
+    "deepseek_v32_8layers_small",
+    "deepseek_v32_671b_4k_128die",
+    "deepseek_v32_671b_32k_128die",
+    "deepseek_v32_671b_32k_128die_pp2",
+    "deepseek_v32_debugmodel",
+    "deepseek_v32_debugmodel_mtp",
+]
+
+
+def _config(flavor: str, *, n_mtp_layers: int | None = None, **overrides) -> Trainer.Config:
+    """What all configurations share."""
+    model_spec = model_registry(flavor, n_mtp_layers=n_mtp_layers)
+    vocab_size = model_spec.model.vocab_size
+    if model_spec.model.mtp_layers:
+        loss = MTPLoss.Config(global_vocab_size=vocab_size)
+    else:
+        loss = ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)
+        )
+    fields = {
+        "model_spec": model_spec,
+        "loss": loss,
+        "dataloader": PackedTextDataLoader.Config(),
+        "metrics": MetricsProcessor.Config(log_freq=1),
+        "checkpoint": VerifiedCheckpointManager.Config(last_save_model_only=False),
+    }
+    return Trainer.Config(**{**fields, **overrides})
+
+
+def deepseek_v32_debugmodel() -> Trainer.Config:
+    """A few million parameters that learn real text on a laptop; what the quickstart trains."""
+    return _config(
+        "debugmodel",
+        optimizer=default_adamw(lr=3e-3, weight_decay=0.01),
+        lr_scheduler=LRSchedulersContainer.Config(
+            warmup_steps=10, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
+        ),
+        training=TrainingConfig(
+            local_batch_size=4,
+            seq_len=512,
+            steps=150,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        activation_checkpoint=None,
+    )
+
+
+def deepseek_v32_debugmodel_mtp() -> Trainer.Config:
+    """The debugmodel with one multi-token-prediction layer."""
+    config = deepseek_v32_debugmodel()
+    config.model_spec = model_registry("debugmodel", n_mtp_layers=1)
+    config.loss = MTPLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)
+    return config
+
+
+def _blocks(flavor: str, **training) -> Trainer.Config:
+    """One dense layer and some MoE layers at 4K: the published comparison of operators."""
+    return _config(
+        flavor,
+        optimizer=default_adamw(lr=1e-4, weight_decay=0.01),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10),
+        training=TrainingConfig(
+            **{"local_batch_size": 1, "seq_len": 4096, "steps": 100, **training},
+            disable_cuda_graphs=True,
+        ),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+
+def deepseek_v32_4layers() -> Trainer.Config:
+    """1 dense + 3 MoE layers of the real widths, 8 experts each, 4K."""
+    return _blocks("4layers")
+
+
+def deepseek_v32_8layers() -> Trainer.Config:
+    """1 dense + 7 MoE layers of the real widths, 8 experts each, 4K."""
+    return _blocks("8layers")
+
+
+def deepseek_v32_4layers_small() -> Trainer.Config:
+    """4layers with narrow layers: the same shape of work on a laptop."""
+    return _blocks("4layers_small", mixed_precision_param="float32")
+
+
+def deepseek_v32_8layers_small() -> Trainer.Config:
+    """8layers with narrow layers: the same shape of work on a laptop."""
+    return _blocks("8layers_small", mixed_precision_param="float32")
+
+
+def _671b(*, n_mtp_layers: int | None = None, **parallelism) -> Trainer.Config:
+    """The 671B model on 128 dies, with the published run's optimizer and precision."""
+    seq_len = parallelism.pop("seq_len")
+    local_batch_size = parallelism.pop("local_batch_size")
+    return _config(
+        "671B",
+        n_mtp_layers=n_mtp_layers,
+        optimizer=default_adamw(lr=1e-5, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01),
+        lr_scheduler=LRSchedulersContainer.Config(
+            warmup_steps=2000, decay_type="cosine", min_lr_factor=0.1
+        ),
+        training=TrainingConfig(
+            local_batch_size=local_batch_size,
+            seq_len=seq_len,
+            steps=15000,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(**parallelism),
+        activation_checkpoint=FullAC.Config(),
+    )
+
+
+def deepseek_v32_671b_4k_128die() -> Trainer.Config:
+    """671B at 4K on 128 dies: FSDP32 TP4 EP64."""
+    return _671b(
+        seq_len=4096,
+        local_batch_size=1,
+        data_parallel_shard_degree=32,
+        tensor_parallel_degree=4,
+        expert_parallel_degree=64,
+        fsdp_reshard_after_forward="always",
+    )
+
+
+def deepseek_v32_671b_32k_128die() -> Trainer.Config:
+    """671B at 32K on 128 dies: FSDP4 TP4 CP8 EP64, without MTP (it does not run under CP yet)."""
+    return _671b(
+        n_mtp_layers=0,
+        seq_len=32768,
+        local_batch_size=1,
+        data_parallel_shard_degree=4,
+        tensor_parallel_degree=4,
+        context_parallel_degree=8,
+        expert_parallel_degree=64,
+        fsdp_reshard_after_forward="always",
+    )
+
+
+def deepseek_v32_671b_32k_128die_pp2() -> Trainer.Config:
+    """671B at 32K on 128 dies as published: PP2 (Interleaved1F1B) TP4 CP16 EP64, without MTP."""
+    return _671b(
+        n_mtp_layers=0,
+        seq_len=32768,
+        local_batch_size=16,
+        data_parallel_shard_degree=1,
+        tensor_parallel_degree=4,
+        context_parallel_degree=16,
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="Interleaved1F1B",
+        expert_parallel_degree=64,
+        fsdp_reshard_after_forward="always",
+    )

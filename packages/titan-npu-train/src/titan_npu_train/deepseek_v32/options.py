@@ -1,0 +1,49 @@
+"""What a user may set about sparse attention from the command line (``--dsa.*``)."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DSAOptions"]
+
+
+@dataclass(kw_only=True, slots=True)
+class DSAOptions:
+    form: Literal["absorbed", "unabsorbed"] | None = None
+    """
+    How attention is computed: "absorbed" over the shared latent, or "unabsorbed" with per-head keys
+    and values and S x S scores (the published small-operator baseline). None keeps the model's own.
+    """
+
+    backend: str | None = None
+    """Backend of npu_dsa_kernels ("reference", "torch", ...). None keeps the model's own."""
+
+    topk: int | None = None
+    """Keys a query attends to. None keeps the model's own."""
+
+    indexer_loss_coefficient: float = 1.0
+    """
+    Factor on the indexers' KL loss. 0 leaves the indexers untrained and keeps nothing of them for
+    the backward pass.
+    """
+
+    def __post_init__(self) -> None:
+        if self.topk is not None and self.topk < 1:
+            raise ValueError(f"dsa.topk must be at least 1, got {self.topk}")
+        if self.backend is not None:
+            from npu_dsa_kernels import backends
+
+            states = backends()
+            if self.backend not in states:
+                raise ValueError(
+                    f"dsa.backend must be one of {', '.join(states)}, got {self.backend!r}"
+                )
+            if states[self.backend] != "available":
+                raise ValueError(
+                    f"dsa.backend {self.backend!r} is not available: {states[self.backend]}"
+                )
+        coefficient = self.indexer_loss_coefficient
+        if not (math.isfinite(coefficient) and coefficient >= 0):
+            raise ValueError(
+                f"dsa.indexer_loss_coefficient must be finite and not negative, got {coefficient}"
+            )

@@ -1,0 +1,179 @@
+"""Parallelism of a DeepSeek-V3.2 model, in the order that works.
+
+Layouts first, then activation checkpointing, compilation and FSDP: each wraps what the one before
+it made.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torchtitan.config import (
+    TORCH_DTYPE_MAP,
+    CompileConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
+    SelectiveAC,
+)
+from torchtitan.distributed.full_dtensor import (
+    resolve_fsdp_mesh,
+    resolve_sparse_fsdp_mesh,
+    validate_config,
+)
+
+from fsdp2_npu import shard_model
+from titan_npu_train.deepseek_v32.attention import attention_modules
+from titan_npu_train.deepseek_v32.model import DeepSeekV32Model
+
+__all__ = ["DSASelectiveAC", "parallelize_deepseek_v32"]
+
+
+class DSASelectiveAC(SelectiveAC):
+    """torchtitan's selective policy that also keeps what the DSA operators computed.
+
+    Each costs about as much as the layer's matrix products and keeps little: the chosen keys, the
+    attention's output, and the head-summed target.
+    """
+
+    def get_save_ops(self) -> set:
+        ops = torch.ops.npu_dsa
+        return super().get_save_ops() | {
+            ops.lightning_indexer.default,
+            ops.sparse_attention.default,
+            ops.attention_target.default,
+        }
+
+
+def parallelize_deepseek_v32(
+    model: DeepSeekV32Model,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig | None,
+    dump_folder: str,
+) -> DeepSeekV32Model:
+    """Apply the configured parallelism to a model, or a pipeline stage of it, in place."""
+    multi_axis = parallelism.spmd_backend in ("full_dtensor", "spmd_types")
+    if multi_axis:
+        validate_config(parallel_dims, model)
+    if multi_axis or parallel_dims.ep_enabled:
+        model.parallelize(parallel_dims)
+
+    if ac_config is not None:
+        selective = type(ac_config) is SelectiveAC.Config
+        policy = DSASelectiveAC if selective else ac_config._owner
+        apply_activation_checkpointing(model, policy(ac_config, dump_folder=dump_folder))
+
+    if compile_config.enable and "model" in compile_config.components:
+        compile_regions(model, backend=compile_config.backend)
+
+    _apply_fsdp(model, parallel_dims, training, parallelism)
+    return model
+
+
+def apply_activation_checkpointing(
+    model: DeepSeekV32Model, policy: ActivationCheckpointing
+) -> None:
+    """Checkpoint every block, those of MTP layers too (torchtitan's ``apply`` leaves them out)."""
+    policy.apply(model)
+    if model.mtp_layers is not None:
+        holder = nn.Module()
+        holder.layers = nn.ModuleDict({str(i): m for i, m in enumerate(model.mtp_layers)})
+        policy.apply(holder)
+        for i, layer in enumerate(holder.layers.values()):
+            model.mtp_layers[i] = layer
+
+
+def compile_regions(model: DeepSeekV32Model, *, backend: str) -> None:
+    """Compile what surrounds sparse attention and expert dispatch, but neither of the two.
+
+    Both are single operators or bound by communication, with shapes that follow the data; the
+    projections, norms, rotary embeddings, router and dense feed-forwards around them are chains of
+    small operators.
+    """
+    for _, attention in attention_modules(model):
+        attention.prolog = torch.compile(attention.prolog, backend=backend, fullgraph=True)
+        attention.epilog = torch.compile(attention.epilog, backend=backend, fullgraph=True)
+    for block in _blocks(model):
+        regions = [block.attention_norm, block.ffn_norm]
+        if block.moe_enabled:
+            regions += [block.moe.router, block.moe.shared_experts]
+        else:
+            regions.append(block.feed_forward)
+        for region in regions:
+            if region is not None:
+                region.compile(backend=backend, fullgraph=True)
+
+
+def _blocks(model: DeepSeekV32Model) -> Iterator[nn.Module]:
+    yield from model.layers.values()
+    if model.mtp_layers is not None:
+        yield from model.mtp_layers
+
+
+def _routed_experts(block: nn.Module) -> nn.Module | None:
+    moe = getattr(block, "moe", None)
+    return None if moe is None else moe.routed_experts.inner_experts
+
+
+def _apply_fsdp(
+    model: DeepSeekV32Model,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+) -> None:
+    mesh, mesh_dims, expert_mesh, expert_mesh_dims = _fsdp_meshes(parallel_dims)
+    blocks: list[nn.Module | list[nn.Module]] = []
+    if model.tok_embeddings is not None:
+        blocks.append(model.tok_embeddings)
+    blocks += _blocks(model)
+    if model.norm is not None and model.lm_head is not None:
+        blocks.append([model.norm, model.lm_head])
+    reshard = {
+        "always": True,
+        "never": False,
+        # Under a pipeline, freeing between microbatches would gather once for each of them.
+        "default": False if parallel_dims.pp_enabled else None,
+    }[parallelism.fsdp_reshard_after_forward]
+    shard_model(
+        model,
+        mesh,
+        mesh_dims=mesh_dims,
+        blocks=blocks,
+        experts=_routed_experts,
+        expert_mesh=expert_mesh,
+        expert_mesh_dims=expert_mesh_dims,
+        full_precision=[
+            part
+            for _, attention in attention_modules(model)
+            for part in attention.indexer.full_precision_modules()
+        ],
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            cast_forward_inputs=False,
+        ),
+        offload_policy=CPUOffloadPolicy() if training.enable_cpu_offload else None,
+        reshard_after_forward=reshard,
+        # The loss is already divided by the global number of tokens.
+        gradient_divide_factor=1.0,
+    )
+
+
+def _fsdp_meshes(parallel_dims: ParallelDims):
+    """Dense mesh, its data-parallel dims, expert mesh, its data-parallel dims."""
+    if parallel_dims.spmd_backend in ("full_dtensor", "spmd_types"):
+        return *resolve_fsdp_mesh(parallel_dims), *resolve_sparse_fsdp_mesh(parallel_dims)
+    replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+    expert_mesh = None
+    if parallel_dims.ep_enabled:
+        expert_mesh = parallel_dims.get_optional_mesh([*replicate, "efsdp"])
+    return parallel_dims.get_mesh([*replicate, "fsdp"]), None, expert_mesh, None
