@@ -235,6 +235,13 @@ def test_seed_checkpoint(tmp_path: Path) -> None:
     assert other.checkpointer.load()
     assert (other.model.layers[0].weight == 0.25).all()
 
+    whole = {
+        "initial_load_path": str(tmp_path / "seed/checkpoint/step-0"),
+        "initial_load_model_only": False,
+    }
+    with pytest.raises(CheckpointError, match=r"--checkpoint\.initial_load_model_only"):
+        Toy(tmp_path / "run", whole).checkpointer.load()
+
     # falling back to initial weights would be starting over
     broken = tmp_path / "seed" / "checkpoint" / "step-2"
     broken.mkdir()

@@ -116,25 +116,33 @@ def test_remote_folder_is_refused(tmp_path: Path) -> None:
         Toy(tmp_path, {"folder": "gs://bucket/run"})
 
 
-def limited_run(folder: Path, log: Path, mode: str) -> None:
-    """A run that the operating system lets write 2000 bytes a file."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+def limited_run(folder: Path, log: Path, mode: str, rank: int) -> None:
+    """A run whose rank 1 the operating system lets write only 2000 bytes a file."""
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     try:
-        run(folder, log, {"interval": 1, "async_mode": mode})
+        run(folder, log, {"interval": 1, "async_mode": mode}, rank=rank, ranks=2)
     except CheckpointError as error:
-        log.with_suffix(".error").write_text(str(error))
+        log.with_name(f"error.{rank}").write_text(str(error))
         raise SystemExit(3) from None
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", MODES)
-def test_operating_system_refuses_the_write(tmp_path: Path, mode: str) -> None:
+def test_operating_system_refuses_one_rank(tmp_path: Path, mode: str) -> None:
     context = multiprocessing.get_context("forkserver")
-    child = context.Process(target=limited_run, args=(tmp_path / "run", tmp_path / "log", mode))
-    child.start()
-    child.join(120)
-    assert child.exitcode == 3
-    assert "File too large" in (tmp_path / "log.error").read_text()
+    ranks = [
+        context.Process(target=limited_run, args=(tmp_path / "run", tmp_path / "log", mode, rank))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [3, 3]
+    messages = {(tmp_path / f"error.{rank}").read_text() for rank in range(2)}
+    assert len(messages) == 1, "both ranks say the same"
+    assert "step-1 could not be written: rank 1: OSError" in messages.pop()
     assert checkpoints(tmp_path / "run") == []
 
 
@@ -152,11 +160,17 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     Toy(tmp_path, {**options, "keep_latest_k": 0}).train(steps=4)
     for step in (3, 4):
         (tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp").unlink()
-    toy = Toy(tmp_path, options)
-    toy.train(steps=3)  # resumes from 2, replaces 3
+    Toy(tmp_path, options).train(steps=3)  # resumes from 2, replaces 3
     assert list(list_folder(tmp_path / "checkpoint").steps) == [2, 3, 4]
     Toy(tmp_path, options).train(steps=4)
     assert checkpoints(tmp_path) == [3, 4]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_going_back_purges_no_later_step(tmp_path: Path) -> None:
+    Toy(tmp_path, {"interval": 1, "keep_latest_k": 0}).train(steps=5)
+    Toy(tmp_path, {"interval": 1, "keep_latest_k": 2}).train(load_step=2, steps=3)
+    assert checkpoints(tmp_path) == [2, 3, 4, 5]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -14,6 +14,7 @@ The dotted names do not contain ``step-N``, so stock torchtitan overlooks them t
 """
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -104,16 +105,17 @@ def discard(path: Path, run: str) -> Path | None:
     Deleting a checkpoint file by file would leave a half-deleted one under a good name if the
     process died on the way.
     """
-    for attempt in range(1000):
-        target = path.with_name(f".discarded-{path.name.lstrip('.')}-{run}-{attempt}")
-        target = target.with_name(target.name.replace("step-", ""))
-        if target.exists():
-            continue
-        with suppress(FileNotFoundError):
-            path.rename(target)
-            return target
+    name = path.name.lstrip(".").replace("step-", "")
+    target = next(
+        target
+        for number in itertools.count()
+        if not (target := path.with_name(f".discarded-{name}-{run}-{number}")).exists()
+    )
+    try:
+        path.rename(target)
+    except FileNotFoundError:
         return None
-    raise CheckpointError(f"{path}: too many discarded checkpoints in {path.parent}")
+    return target
 
 
 def publish(incomplete: Path, final: Path, run: str) -> Path | None:

@@ -5,6 +5,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,9 +168,12 @@ class VerifiedCheckpointManager(CheckpointManager):
             GarbageCollection.collect("GC collection invoked by checkpointer.")
 
         if isinstance(result, AsyncSaveResponse):
-            result.upload_completion = self._settled(result.upload_completion, incomplete, final)
+            upload = result.upload_completion
+            result.upload_completion = self._settled(upload, incomplete, final, step)
         elif isinstance(result, Future):
-            result = self._settled(result, incomplete, final)
+            result = self._settled(result, incomplete, final, step)
+        else:
+            self._purge(step)
         return result
 
     def _save_dcp(
@@ -205,14 +209,14 @@ class VerifiedCheckpointManager(CheckpointManager):
 
         self._decide(publish)
 
-    def _settled(self, upload: Future, incomplete: Path, final: Path) -> Future:
+    def _settled(self, upload: Future, incomplete: Path, final: Path, step: int) -> Future:
         """``upload``, followed by what comes after a save: purging, or naming the error."""
         settled: Future = Future()
 
         def settle(done: Future) -> None:
             try:
                 result = done.result()
-                self._purge()
+                self._purge(step)
             except BaseException as error:  # CheckpointException is not an Exception
                 settled.set_exception(self._save_error(error, incomplete, final))
             else:
@@ -253,25 +257,25 @@ class VerifiedCheckpointManager(CheckpointManager):
         return self.keep_latest_k > 0 and self.rank == 0
 
     def _purge_stale_checkpoints(self) -> None:
-        # stock asks right after starting an async save, when the new checkpoint is not there yet
-        if self.async_mode == AsyncMode.DISABLED:
-            self._purge()
+        """Nothing: stock asks as soon as an async save has begun; here the save's end purges."""
 
-    def _purge(self) -> None:
-        """Delete what is older than the ``keep_latest_k`` newest complete checkpoints."""
+    def _purge(self, saved: int) -> None:
+        """Delete what is older than the ``keep_latest_k`` newest complete checkpoints.
+
+        Steps later than ``saved``, from before ``load_step`` went back, are another branch: they
+        neither count nor go.
+        """
         if not self._should_purge():
             return
         listing = folders.list_folder(Path(self.folder))
         kept = 0
-        for step, path in sorted(listing.steps.items(), reverse=True):
+        for path in reversed([path for step, path in listing.steps.items() if step <= saved]):
             if kept == self.keep_latest_k:
                 self._delete(folders.discard(path, self._run))
                 continue
-            try:
-                # a damaged one, or weights alone, is nothing to resume from: it does not count
+            # a damaged one, or weights alone, is nothing to resume from: it does not count
+            with suppress(CheckpointError):
                 kept += Checkpoint.open(path).resumable
-            except CheckpointError:
-                logger.debug(f"step {step} does not count as kept")
         for path in listing.discarded:
             self._delete(path)
 
@@ -302,16 +306,18 @@ class VerifiedCheckpointManager(CheckpointManager):
     def _named(self, step: int) -> int:
         """Check the checkpoint that ``load_step`` asks for."""
         path = folders.step_path(Path(self.folder), step)
-
-        def exists() -> None:
-            if not path.is_dir():
-                steps = list(folders.list_folder(path.parent).steps)
-                raise CheckpointError(
-                    f"{path}: no such checkpoint (checkpoint.load_step is {step}); "
-                    + (f"there are those of steps {steps}" if steps else "the folder has none")
-                )
-
-        self._decide(exists)
+        steps = list(self._decide(lambda: folders.list_folder(path.parent).steps))
+        if step not in steps:
+            raise CheckpointError(
+                f"{path}: no such checkpoint (checkpoint.load_step is {step}); "
+                + (f"there are those of steps {steps}" if steps else "the folder has none")
+            )
+        if later := [other for other in steps if other > step]:
+            self._log(
+                logger.warning,
+                f"{path.parent} also holds the later steps {later}: started again without "
+                "checkpoint.load_step, the run would resume from the newest of them.",
+            )
         if problem := self._problem(path):
             raise CheckpointError(
                 f"{problem}. Refusing to load it (checkpoint.load_step is {step})."

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torchtitan.components.checkpointer import DATALOADER, OPTIMIZER
+from torchtitan.components.checkpointer import DATALOADER, OPTIMIZER, TRAIN_STATE
 from torchtitan.tools.logging import logger
 
 from titan_npu_train.checkpoint.errors import CheckpointError
@@ -78,6 +78,11 @@ class MatchingLoadPlanner(DefaultLoadPlanner):
     def _refuse_absent(self, absent: list[str]) -> None:
         if not absent:
             return
+        if any(key.startswith(f"{TRAIN_STATE}.") for key in absent):
+            raise CheckpointError(
+                f"{self._path}: holds the model only, no training state. Load it with "
+                "--checkpoint.initial_load_model_only."
+            )
         if data := [key for key in absent if key.startswith(f"{DATALOADER}.")]:
             cure = (
                 "The data position is kept per data-parallel rank: resume with the data-parallel "
