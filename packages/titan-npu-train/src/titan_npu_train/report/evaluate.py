@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from npu_dsa_kernels import dsa_attention, lightning_indexer
+from npu_dsa_kernels import lightning_indexer
 from titan_npu_train import platform, preflight
 from titan_npu_train.checkpoint import Checkpoint
 from titan_npu_train.failures import UserError
@@ -237,32 +237,24 @@ class _Sums:
         self.chance += (topk / visible_BS[long_BS].double()).sum().item()
 
         indexers = [tuple(trained), *(indexer(*indexer_inputs) for indexer in fresh)]
-        for i, index in enumerate(indexers):
-            kl_BS = dsa_attention(
-                q_BSHA,
-                kv_BTA,
-                *index,
-                topk=topk,
-                scale=scale,
-                v_dim=options["v_dim"],
-                bounds=bounds_BS2,
-            ).kl
-            self.kl_topk[i] += kl_BS[counts_BS].double().sum().item()
-        chosen = [
-            lightning_indexer(*index, topk=topk, bounds=bounds_BS2)[0].long() for index in indexers
-        ]
-
+        chosen = [lightning_indexer(*index, topk=topk, bounds=bounds_BS2)[0] for index in indexers]
         for start, stop in _blocks(q_BSHA, kv_BTA.size(1)):
             block = slice(start, stop)
-            seen_BQT = _visible(bounds_BS2[:, block], kv_BTA.size(1))
-            p_BQT = attention_distribution(q_BSHA[:, block], kv_BTA, seen_BQT, scale)
-            true_BQT = _top(p_BQT.masked_fill(~seen_BQT, -1.0), topk)
             long_BQ, counts_BQ = long_BS[:, block], counts_BS[:, block]
+            seen_BQT = _visible(bounds_BS2[:, block], kv_BTA.size(1))
+            logits_BQHT = attention_logits(q_BSHA[:, block], kv_BTA, scale)
+            p_BQT = mean_distribution(logits_BQHT, seen_BQT)
+            top_BQT = _top(p_BQT.masked_fill(~seen_BQT, -1.0), topk)
             for i, (q_index, k_index, weights) in enumerate(indexers):
                 scores_BQT = index_scores(q_index[:, block], k_index, weights[:, block])
+                chosen_BQT = _selected(chosen[i][:, block], kv_BTA.size(1))
                 kl_BQ = distribution_kl(p_BQT, scores_BQT, seen_BQT)
+                kl_topk_BQ = distribution_kl(
+                    mean_distribution(logits_BQHT, chosen_BQT), scores_BQT, chosen_BQT
+                )
+                hits_BQ = (top_BQT & chosen_BQT).sum(-1)
                 self.kl[i] += kl_BQ[counts_BQ].double().sum().item()
-                hits_BQ = true_BQT.gather(-1, chosen[i][:, block].clamp(min=0)).sum(-1)
+                self.kl_topk[i] += kl_topk_BQ[counts_BQ].double().sum().item()
                 self.found[i] += (hits_BQ[long_BQ].double() / topk).sum().item()
 
     def figures(self, layer: int) -> Figures:
@@ -284,17 +276,18 @@ class _Sums:
         )
 
 
-def attention_distribution(
-    q_BQHA: torch.Tensor, kv_BTA: torch.Tensor, seen_BQT: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """What the heads together look at: mean over heads of each head's softmax, fp32 [B, Q, T].
+def attention_logits(q_BQHA: torch.Tensor, kv_BTA: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * q'[t, h] . kv[s], fp32 [B, Q, H, T]."""
+    return torch.einsum("bqha,bta->bqht", q_BQHA.float(), kv_BTA.float()) * scale
 
-    Rows without a visible key are zero.
+
+def mean_distribution(logits_BQHT: torch.Tensor, seen_BQT: torch.Tensor) -> torch.Tensor:
+    """What the heads together look at among the keys seen: the mean of their softmaxes, [B, Q, T].
+
+    Rows that see no key are zero.
     """
-    logits_BQHT = torch.einsum("bqha,bta->bqht", q_BQHA.float(), kv_BTA.float()) * scale
-    logits_BQHT = logits_BQHT.masked_fill(~seen_BQT.unsqueeze(2), float("-inf"))
-    p_BQT = logits_BQHT.softmax(-1).mean(2)
-    return p_BQT.masked_fill(~seen_BQT, 0.0)
+    p_BQHT = logits_BQHT.masked_fill(~seen_BQT.unsqueeze(2), float("-inf")).softmax(-1)
+    return p_BQHT.mean(2).masked_fill(~seen_BQT, 0.0)
 
 
 def index_scores(
@@ -308,9 +301,9 @@ def index_scores(
 def distribution_kl(
     p_BQT: torch.Tensor, scores_BQT: torch.Tensor, seen_BQT: torch.Tensor
 ) -> torch.Tensor:
-    """KL(p || softmax of the scores over the visible keys), [B, Q]; 0 log 0 = 0."""
+    """KL(p || softmax of the scores over the keys seen), [B, Q]; 0 log 0 = 0."""
     log_y_BQT = scores_BQT.masked_fill(~seen_BQT, float("-inf")).log_softmax(-1)
-    terms_BQT = torch.xlogy(p_BQT, p_BQT) - p_BQT * log_y_BQT.masked_fill(~seen_BQT, 0.0)
+    terms_BQT = torch.xlogy(p_BQT, p_BQT) - p_BQT * log_y_BQT
     return terms_BQT.masked_fill(~seen_BQT, 0.0).sum(-1)
 
 
@@ -320,9 +313,18 @@ def _visible(bounds_BQ2: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def _top(p_BQT: torch.Tensor, topk: int) -> torch.Tensor:
-    """1 at the ``topk`` largest entries of each row, 0 elsewhere."""
-    best = p_BQT.topk(min(topk, p_BQT.size(-1)), dim=-1).indices
-    return torch.zeros_like(p_BQT).scatter_(-1, best, 1.0)
+    """True at the ``topk`` largest entries of each row."""
+    best_BQK = p_BQT.topk(min(topk, p_BQT.size(-1)), dim=-1).indices
+    return torch.zeros_like(p_BQT, dtype=torch.bool).scatter_(-1, best_BQK, True)
+
+
+def _selected(indices_BQK: torch.Tensor, keys: int) -> torch.Tensor:
+    """True at the keys that ``indices`` (-1 where empty) name, [B, Q, T]."""
+    B, Q, _ = indices_BQK.shape
+    # Empty slots are written to a column of their own, which is cut off again.
+    columns_BQK = indices_BQK.long().masked_fill(indices_BQK < 0, keys)
+    selected = torch.zeros(B, Q, keys + 1, dtype=torch.bool, device=indices_BQK.device)
+    return selected.scatter_(-1, columns_BQK, True)[..., :keys]
 
 
 def _blocks(q_BSHA: torch.Tensor, keys: int) -> Iterator[tuple[int, int]]:
