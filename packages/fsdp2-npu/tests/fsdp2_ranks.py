@@ -14,11 +14,13 @@ import pytest
 # Children are forked from a server that has imported torch once, but started no threads: a fraction
 # of spawn's start-up time, and safe where forking the test process is not.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+_context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"]
+)
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on each rank of a Gloo group; returns every rank's result.
 

@@ -206,6 +206,7 @@ def _fill_shards(rank):
         return tensor.normal_(generator=generator).to_local()
 
     supported = dtensor_random.is_rng_supported_mesh(mesh)
+    dtensor_random._rng_tracker = None
     torch.manual_seed(5)
     stock = draw(sharded)
     dtensor_random._rng_tracker = platform._CPURandomTracker()

@@ -1,6 +1,8 @@
 """Run a function on several Gloo ranks of this machine, with a deadline instead of a hang."""
 
 import multiprocessing
+import multiprocessing.forkserver
+import os
 import tempfile
 import time
 import traceback
@@ -11,20 +13,35 @@ from typing import Any
 
 import pytest
 
-# Children are forked from a server that has imported torch once, but started no threads: a fraction
-# of spawn's start-up time, and safe where forking the test process is not.
+# Children are forked from a server that has imported torch and torchtitan once, but started no
+# threads: a fraction of spawn's start-up time, and safe where forking the test process is not.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+_context.set_forkserver_preload(["titan_preload"])
+
+
+def _start_server() -> None:
+    """Start the server where it finds the module to preload (it does not take over sys.path)."""
+    path = os.environ.get("PYTHONPATH")
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = here if path is None else os.pathsep.join([here, path])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on each rank of a Gloo group; returns every rank's result.
 
     The function must be importable (module level) and its arguments and result picklable. The
     first failing rank fails the test with its traceback; the others are killed.
     """
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
         store = str(Path(folder) / "store")

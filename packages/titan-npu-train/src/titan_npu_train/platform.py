@@ -232,6 +232,11 @@ def select(name: str | None = None) -> Platform:
             default device were imported first.
     """
     global _selected
+    source = "name"
+    if name is None and _selected is None and os.environ.get(ENVIRONMENT_VARIABLE):
+        name, source = os.environ[ENVIRONMENT_VARIABLE], ENVIRONMENT_VARIABLE
+    if name is not None and name not in NAMES:
+        raise ValueError(f"{source} must be one of {', '.join(NAMES)}, got {name!r}")
     if _selected is not None:
         if name in (None, _selected.name):
             return _selected
@@ -239,13 +244,8 @@ def select(name: str | None = None) -> Platform:
             f"platform '{_selected.name}' was selected before, '{name}' was asked for now: "
             "a process has one platform; select it once, at its start"
         )
-    source = "name"
-    if name is None and os.environ.get(ENVIRONMENT_VARIABLE):
-        name, source = os.environ[ENVIRONMENT_VARIABLE], ENVIRONMENT_VARIABLE
     if name is None:
         name = _best_available()
-    if name not in NAMES:
-        raise ValueError(f"{source} must be one of {', '.join(NAMES)}, got {name!r}")
     if reason := _unavailable(name):
         raise RuntimeError(f"platform '{name}' does not work here: {reason}")
 
@@ -370,7 +370,8 @@ def _torchtitan_peak_flops(platform: Platform) -> Callable[[str], float]:
 def _measure_matmul_flops(dtype: torch.dtype) -> float:
     """FLOP/s of a 1024^3 matrix product on the CPU: the best of those that fit into half a second.
 
-    The best, because whatever else runs on the machine only makes single ones slower. No random numbers are drawn, so that a run's seed means the same with and without it.
+    The best, because whatever else runs on the machine only makes single ones slower. No random
+    numbers are drawn: a run's seed means the same with and without it.
     """
     n = 1024
     a_NN = torch.full((n, n), 0.5, dtype=dtype, device="cpu")
