@@ -1,0 +1,25 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.distributed
+def test_the_example_runs_as_it_stands(tmp_path):
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(tmp_path / "example.py")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode == 0, result.stderr
+    shape = r"\(Shard\(dim=0\),\) torch\.Size\(\[32, 64\]\)"
+    assert sorted(re.findall(rf"([01]) {shape}", result.stdout)) == ["0", "1"], result.stdout
