@@ -49,8 +49,8 @@ def make_everything_matter(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            parameter.add_(0.1 * noise)
-        elif "tok_embeddings" not in name:
+            parameter.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+        else:
             parameter.copy_(noise * parameter.size(-1) ** -0.5)
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias_E"):

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from tiny import TINY
 
+from tiny import TINY
 from titan_npu_train.deepseek_v32 import FLAVORS, model_config
 from titan_npu_train.deepseek_v32.flops import (
     mean_selected_keys,

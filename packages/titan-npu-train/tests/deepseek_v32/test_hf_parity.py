@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import TINY, build, tiny_model
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
+from tiny import TINY, build, tiny_model
 from titan_npu_train.deepseek_v32 import DeepSeekV32StateDictAdapter, model_config
 from titan_npu_train.deepseek_v32.indexer import Indexer
 from titan_npu_train.deepseek_v32.model import DeepSeekV32Model

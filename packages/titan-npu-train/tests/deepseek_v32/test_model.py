@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
 from tiny import (
     TINY,
     backward,
@@ -16,8 +18,6 @@ from tiny import (
     tiny_model,
     worst_difference,
 )
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-
 from titan_npu_train.deepseek_v32 import attention, model_config
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import torch
-from tiny import TINY, build
 
+from tiny import TINY, build
 from titan_npu_train.deepseek_v32 import DeepSeekV32StateDictAdapter, model_config
 
 INDEXER = {"wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"}

@@ -105,7 +105,7 @@ FLAVORS: dict[str, Flavor] = {
         num_limited_groups=2,
         index_n_heads=4,
         index_head_dim=32,
-        index_topk=128,
+        index_topk=32,
     ),
     "4layers": _BLOCKS,
     "8layers": replace(_BLOCKS, n_layers=8),
