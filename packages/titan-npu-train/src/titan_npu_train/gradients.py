@@ -63,6 +63,7 @@ def global_grad_norm(
     return total.sqrt()
 
 
+@torch.no_grad()
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, *, pp_mesh: DeviceMesh | None = None
 ) -> torch.Tensor:
@@ -72,5 +73,12 @@ def clip_grad_norm(
     """
     parameters = list(parameters)
     norm = global_grad_norm(parameters, pp_mesh=pp_mesh)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.float(), foreach=True)
+    # Local shards: gradients may be spread over different meshes (dense, experts), which torch's
+    # own function cannot scale in one call.
+    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).float())
     return norm
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
