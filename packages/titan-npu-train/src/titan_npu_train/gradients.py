@@ -52,12 +52,13 @@ def global_grad_norm(
         sums[groups].append(torch.linalg.vector_norm(grad, dtype=dtype).square())
     if not sums:
         raise ValueError("no parameter has a gradient")
-    total = None
+    totals = []
     for groups, squares in sums.items():
         square = torch.stack(squares).sum()
         for group in groups:
             dist.all_reduce(square, group=group)
-        total = square if total is None else total + square
+        totals.append(square)
+    total = torch.stack(totals).sum()
     if pp_mesh is not None:
         dist.all_reduce(total, group=pp_mesh.get_group())
     return total.sqrt()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,9 +137,10 @@ class Trainer(TitanTrainer):
         if not self.trains_indexers:
             return None
         config = self.model_config
+        assert isinstance(config, DeepSeekV32Model.Config)
         losses = torch.zeros(len(config.layers) + len(config.mtp_layers), device=self.device)
         for part in self.model_parts:
-            for layer, value in part.take_indexer_losses().items():
+            for layer, value in cast(DeepSeekV32Model, part).take_indexer_losses().items():
                 losses[layer] += value
         return losses / self.config.dsa.indexer_loss_coefficient
 

@@ -165,12 +165,13 @@ class Attention(TitanMLA):
             """Change what ``options`` name, in place."""
             if options.topk is not None:
                 self.indexer.topk = options.topk
-            if options.form not in (None, self.form):
+            if options.form is not None and options.form != self.form:
                 self.form = options.form
                 self.inner_attention = inner_attention_config(
                     options.form, kv_lora_rank=self.kv_lora_rank, backend=options.backend
                 )
             elif options.backend is not None:
+                assert isinstance(self.inner_attention, DSA.Config | EagerDSA.Config)
                 self.inner_attention.backend = options.backend
 
     def __init__(self, config: Config):

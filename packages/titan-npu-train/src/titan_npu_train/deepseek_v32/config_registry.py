@@ -1,14 +1,24 @@
 """Complete training configurations, by the names ``titan-npu train`` and ``--config`` take."""
 
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from typing import Literal
+
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    default_adamw,
+)
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from titan_npu_train.checkpoint import VerifiedCheckpointManager
 from titan_npu_train.data import PackedTextDataLoader
-from titan_npu_train.deepseek_v32 import model_registry
+from titan_npu_train.deepseek_v32 import DeepSeekV32Model, model_registry
 from titan_npu_train.metrics import MetricsProcessor
 from titan_npu_train.trainer import Trainer
 
@@ -25,30 +35,55 @@ __all__ = [
 ]
 
 
-def _config(flavor: str, *, n_mtp_layers: int | None = None, **overrides) -> Trainer.Config:
+def _config(
+    flavor: str,
+    *,
+    training: TrainingConfig,
+    optimizer: OptimizersContainer.Config,
+    lr_scheduler: LRSchedulersContainer.Config,
+    activation_checkpoint: ActivationCheckpointing.Config | None,
+    parallelism: ParallelismConfig | None = None,
+    n_mtp_layers: int | None = None,
+) -> Trainer.Config:
     """What all configurations share."""
     model_spec = model_registry(flavor, n_mtp_layers=n_mtp_layers)
-    vocab_size = model_spec.model.vocab_size
-    if model_spec.model.mtp_layers:
-        loss = MTPLoss.Config(global_vocab_size=vocab_size)
+    model = model_spec.model
+    assert isinstance(model, DeepSeekV32Model.Config)
+    loss: BaseLoss.Config
+    if model.mtp_layers:
+        loss = MTPLoss.Config(global_vocab_size=model.vocab_size)
     else:
         loss = ChunkedLossWrapper.Config(
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=model.vocab_size)
         )
-    fields = {
-        "model_spec": model_spec,
-        "loss": loss,
-        "dataloader": PackedTextDataLoader.Config(),
-        "metrics": MetricsProcessor.Config(log_freq=1),
-        "checkpoint": VerifiedCheckpointManager.Config(last_save_model_only=False),
-    }
-    return Trainer.Config(**{**fields, **overrides})
+    return Trainer.Config(
+        model_spec=model_spec,
+        loss=loss,
+        dataloader=PackedTextDataLoader.Config(),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        checkpoint=VerifiedCheckpointManager.Config(last_save_model_only=False),
+        training=training,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        activation_checkpoint=activation_checkpoint,  # pyrefly: ignore[bad-argument-type]
+        parallelism=parallelism or ParallelismConfig(),
+    )
 
 
 def deepseek_v32_debugmodel() -> Trainer.Config:
     """A few million parameters that learn real text on a laptop; what the quickstart trains."""
+    return _debugmodel()
+
+
+def deepseek_v32_debugmodel_mtp() -> Trainer.Config:
+    """The debugmodel with one multi-token-prediction layer."""
+    return _debugmodel(n_mtp_layers=1)
+
+
+def _debugmodel(n_mtp_layers: int | None = None) -> Trainer.Config:
     return _config(
         "debugmodel",
+        n_mtp_layers=n_mtp_layers,
         optimizer=default_adamw(lr=3e-3, weight_decay=0.01),
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=10, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
@@ -64,22 +99,19 @@ def deepseek_v32_debugmodel() -> Trainer.Config:
     )
 
 
-def deepseek_v32_debugmodel_mtp() -> Trainer.Config:
-    """The debugmodel with one multi-token-prediction layer."""
-    config = deepseek_v32_debugmodel()
-    config.model_spec = model_registry("debugmodel", n_mtp_layers=1)
-    config.loss = MTPLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)
-    return config
-
-
-def _blocks(flavor: str, **training) -> Trainer.Config:
+def _blocks(
+    flavor: str, *, mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+) -> Trainer.Config:
     """One dense layer and some MoE layers at 4K: the published comparison of operators."""
     return _config(
         flavor,
         optimizer=default_adamw(lr=1e-4, weight_decay=0.01),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10),
         training=TrainingConfig(
-            **{"local_batch_size": 1, "seq_len": 4096, "steps": 100, **training},
+            local_batch_size=1,
+            seq_len=4096,
+            steps=100,
+            mixed_precision_param=mixed_precision_param,
             disable_cuda_graphs=True,
         ),
         activation_checkpoint=SelectiveAC.Config(),
@@ -106,10 +138,14 @@ def deepseek_v32_8layers_small() -> Trainer.Config:
     return _blocks("8layers_small", mixed_precision_param="float32")
 
 
-def _671b(*, n_mtp_layers: int | None = None, **parallelism) -> Trainer.Config:
+def _671b(
+    parallelism: ParallelismConfig,
+    *,
+    seq_len: int,
+    local_batch_size: int = 1,
+    n_mtp_layers: int | None = None,
+) -> Trainer.Config:
     """The 671B model on 128 dies, with the published run's optimizer and precision."""
-    seq_len = parallelism.pop("seq_len")
-    local_batch_size = parallelism.pop("local_batch_size")
     return _config(
         "671B",
         n_mtp_layers=n_mtp_layers,
@@ -123,7 +159,7 @@ def _671b(*, n_mtp_layers: int | None = None, **parallelism) -> Trainer.Config:
             steps=15000,
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(**parallelism),
+        parallelism=parallelism,
         activation_checkpoint=FullAC.Config(),
     )
 
@@ -131,40 +167,44 @@ def _671b(*, n_mtp_layers: int | None = None, **parallelism) -> Trainer.Config:
 def deepseek_v32_671b_4k_128die() -> Trainer.Config:
     """671B at 4K on 128 dies: FSDP32 TP4 EP64."""
     return _671b(
+        ParallelismConfig(
+            data_parallel_shard_degree=32,
+            tensor_parallel_degree=4,
+            expert_parallel_degree=64,
+            fsdp_reshard_after_forward="always",
+        ),
         seq_len=4096,
-        local_batch_size=1,
-        data_parallel_shard_degree=32,
-        tensor_parallel_degree=4,
-        expert_parallel_degree=64,
-        fsdp_reshard_after_forward="always",
     )
 
 
 def deepseek_v32_671b_32k_128die() -> Trainer.Config:
     """671B at 32K on 128 dies: FSDP4 TP4 CP8 EP64, without MTP (it does not run under CP yet)."""
     return _671b(
-        n_mtp_layers=0,
+        ParallelismConfig(
+            data_parallel_shard_degree=4,
+            tensor_parallel_degree=4,
+            context_parallel_degree=8,
+            expert_parallel_degree=64,
+            fsdp_reshard_after_forward="always",
+        ),
         seq_len=32768,
-        local_batch_size=1,
-        data_parallel_shard_degree=4,
-        tensor_parallel_degree=4,
-        context_parallel_degree=8,
-        expert_parallel_degree=64,
-        fsdp_reshard_after_forward="always",
+        n_mtp_layers=0,
     )
 
 
 def deepseek_v32_671b_32k_128die_pp2() -> Trainer.Config:
     """671B at 32K on 128 dies as published: PP2 (Interleaved1F1B) TP4 CP16 EP64, without MTP."""
     return _671b(
-        n_mtp_layers=0,
+        ParallelismConfig(
+            data_parallel_shard_degree=1,
+            tensor_parallel_degree=4,
+            context_parallel_degree=16,
+            pipeline_parallel_degree=2,
+            pipeline_parallel_schedule="Interleaved1F1B",
+            expert_parallel_degree=64,
+            fsdp_reshard_after_forward="always",
+        ),
         seq_len=32768,
         local_batch_size=16,
-        data_parallel_shard_degree=1,
-        tensor_parallel_degree=4,
-        context_parallel_degree=16,
-        pipeline_parallel_degree=2,
-        pipeline_parallel_schedule="Interleaved1F1B",
-        expert_parallel_degree=64,
-        fsdp_reshard_after_forward="always",
+        n_mtp_layers=0,
     )

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import depth_scaled_std
-from torchtitan.models.common.rope import CosSinRoPE, RoPE
+from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 
@@ -23,6 +23,7 @@ from titan_npu_train.expert_dispatch import ExpertDispatcher
 __all__ = ["FLAVORS", "Flavor", "model_config"]
 
 NORM_EPS = 1e-6
+Form = Literal["absorbed", "unabsorbed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ FLAVORS: dict[str, Flavor] = {
 def model_config(
     flavor: Flavor,
     *,
-    form: Literal["absorbed", "unabsorbed"] = "absorbed",
+    form: Form = "absorbed",
     dsa_backend: str | None = None,
 ) -> DeepSeekV32Model.Config:
     """A complete model config of the given dimensions.
@@ -170,29 +171,35 @@ def _init(std: float = 0.02) -> dict[str, Callable]:
     return {"weight": partial(nn.init.trunc_normal_, std=std), "bias": nn.init.zeros_}
 
 
-def _linear(in_features: int, out_features: int, std: float = 0.02, cls=Linear):
-    return cls.Config(in_features=in_features, out_features=out_features, param_init=_init(std))
+def _linear(in_features: int, out_features: int, std: float = 0.02) -> Linear.Config:
+    return Linear.Config(in_features=in_features, out_features=out_features, param_init=_init(std))
+
+
+def _fp32_linear(in_features: int, out_features: int, std: float = 0.02) -> Float32Linear.Config:
+    return Float32Linear.Config(
+        in_features=in_features, out_features=out_features, param_init=_init(std)
+    )
 
 
 def _norm(dim: int) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=dim, eps=NORM_EPS, param_init={"weight": nn.init.ones_})
 
 
-def _rope(flavor: Flavor, cls: type[RoPE]):
+def _rope(flavor: Flavor) -> dict[str, Any]:
     # YaRN is on at every sequence length; its attention factor is part of the softmax scale.
-    return cls.Config(
-        dim=flavor.qk_rope_head_dim,
-        max_seq_len=flavor.max_seq_len,
-        theta=10000.0,
-        scaling="yarn",
-        rope_factor=40.0,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        original_seq_len=4096,
-    )
+    return {
+        "dim": flavor.qk_rope_head_dim,
+        "max_seq_len": flavor.max_seq_len,
+        "theta": 10000.0,
+        "scaling": "yarn",
+        "rope_factor": 40.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_seq_len": 4096,
+    }
 
 
-def _block(flavor: Flavor, layer_id: int, form: str, dsa_backend: str | None) -> dict:
+def _block(flavor: Flavor, layer_id: int, form: Form, dsa_backend: str | None) -> dict:
     dense = layer_id < flavor.n_dense_layers
     return {
         "attention": _attention(flavor, layer_id, form, dsa_backend),
@@ -218,7 +225,7 @@ def _moe(flavor: Flavor, layer_id: int):
         num_experts=flavor.num_experts,
         router=TokenChoiceTopKRouter.Config(
             num_experts=flavor.num_experts,
-            gate=_linear(flavor.dim, flavor.num_experts, deep, cls=Float32Linear),
+            gate=_fp32_linear(flavor.dim, flavor.num_experts, deep),
             top_k=flavor.experts_per_token,
             score_func="sigmoid",
             route_norm=True,
@@ -248,7 +255,7 @@ def _moe(flavor: Flavor, layer_id: int):
 
 
 def _attention(
-    flavor: Flavor, layer_id: int, form: str, dsa_backend: str | None
+    flavor: Flavor, layer_id: int, form: Form, dsa_backend: str | None
 ) -> Attention.Config:
     f = flavor
     qk_head_dim = f.qk_nope_head_dim + f.qk_rope_head_dim
@@ -269,7 +276,7 @@ def _attention(
         kv_norm=_norm(f.kv_lora_rank),
         wkv_b=_linear(f.kv_lora_rank, f.n_heads * (f.qk_nope_head_dim + f.v_head_dim)),
         wo=_linear(f.n_heads * f.v_head_dim, f.dim, depth_scaled_std(0.02, layer_id)),
-        rope=_rope(f, ComplexRoPE),
+        rope=ComplexRoPE.Config(**_rope(f)),
         inner_attention=inner_attention_config(
             form, kv_lora_rank=f.kv_lora_rank, backend=dsa_backend
         ),
@@ -284,7 +291,7 @@ def _attention(
                 eps=NORM_EPS,
                 param_init={"weight": nn.init.ones_, "bias": nn.init.zeros_},
             ),
-            weights_proj=_linear(f.dim, f.index_n_heads, cls=Float32Linear),
-            rope=_rope(f, CosSinRoPE),
+            weights_proj=_fp32_linear(f.dim, f.index_n_heads),
+            rope=CosSinRoPE.Config(**_rope(f)),
         ),
     )

@@ -23,9 +23,6 @@ def register_moe_load_balancing(
     torchtitan's own hook looks at ``layers`` only, so an MTP layer's experts would never be
     balanced.
     """
-    mtp = [
-        _MTPLayers(part.mtp_layers)
-        for part in model_parts
-        if getattr(part, "mtp_layers", None) is not None
-    ]
+    found = [getattr(part, "mtp_layers", None) for part in model_parts]
+    mtp = [_MTPLayers(layers) for layers in found if isinstance(layers, nn.ModuleList)]
     register_moe_load_balancing_hook(optimizers, [*model_parts, *mtp], parallel_dims)

@@ -5,6 +5,7 @@ it made.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,9 +69,11 @@ def parallelize_deepseek_v32(
         model.parallelize(parallel_dims)
 
     if ac_config is not None:
-        selective = type(ac_config) is SelectiveAC.Config
-        policy = DSASelectiveAC if selective else ac_config._owner
-        apply_activation_checkpointing(model, policy(ac_config, dump_folder=dump_folder))
+        if type(ac_config) is SelectiveAC.Config:
+            policy = DSASelectiveAC(ac_config, dump_folder=dump_folder)
+        else:
+            policy = ac_config.build(dump_folder=dump_folder)
+        apply_activation_checkpointing(model, policy)
 
     if compile_config.enable and "model" in compile_config.components:
         compile_regions(model, backend=compile_config.backend)
@@ -85,11 +88,10 @@ def apply_activation_checkpointing(
     """Checkpoint every block, those of MTP layers too (torchtitan's ``apply`` leaves them out)."""
     policy.apply(model)
     if model.mtp_layers is not None:
-        holder = nn.Module()
-        holder.layers = nn.ModuleDict({str(i): m for i, m in enumerate(model.mtp_layers)})
-        policy.apply(holder)
-        for i, layer in enumerate(holder.layers.values()):
-            model.mtp_layers[i] = layer
+        layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(model.mtp_layers)})
+        policy.apply(nn.ModuleDict({"layers": layers}))
+        for i, layer in layers.items():
+            model.mtp_layers.register_module(i, layer)
 
 
 def compile_regions(model: DeepSeekV32Model, *, backend: str) -> None:
@@ -113,14 +115,14 @@ def compile_regions(model: DeepSeekV32Model, *, backend: str) -> None:
                 region.compile(backend=backend, fullgraph=True)
 
 
-def _blocks(model: DeepSeekV32Model) -> Iterator[nn.Module]:
+def _blocks(model: DeepSeekV32Model) -> Iterator[Any]:
     yield from model.layers.values()
     if model.mtp_layers is not None:
         yield from model.mtp_layers
 
 
 def _routed_experts(block: nn.Module) -> nn.Module | None:
-    moe = getattr(block, "moe", None)
+    moe: Any = getattr(block, "moe", None)
     return None if moe is None else moe.routed_experts.inner_experts
 
 
