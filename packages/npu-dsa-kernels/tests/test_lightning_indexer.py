@@ -7,6 +7,7 @@ from hypothesis import given
 import dsa_definitions as definition
 from dsa_definitions import PACKED, TOLERANCE, assert_close, cases
 from npu_dsa_kernels import lightning_indexer
+from npu_dsa_kernels.backends import blocked
 
 
 @given(case=cases())
@@ -36,8 +37,6 @@ def test_scores(backend, dtype, case):
 
 
 def test_many_blocks(backend, monkeypatch):
-    from npu_dsa_kernels.backends import blocked
-
     inputs = PACKED.indexer()
     whole = lightning_indexer(*inputs, topk=4, bounds=PACKED.bounds, backend=backend)
     monkeypatch.setattr(blocked, "_CPU_BLOCK_BYTES", 1)  # one query a block
@@ -63,6 +62,13 @@ def test_all_scores_tied(backend, dtype):
     first = torch.arange(16, dtype=torch.int32)
     for t in range(64):
         assert torch.equal(indices[0, t], torch.where(first <= t, first, -1))
+
+
+def test_zeros_of_either_sign_are_tied(dtype):
+    # A matmul happens to give +0.0 alone; the order must not hang on that.
+    scores = torch.tensor([[-0.0, 0.0, -0.0, 1.0, 0.0, -1.0]], dtype=dtype)
+    best, _ = blocked._ordered_topk(scores, torch.zeros(1, 6, dtype=torch.bool), 6)
+    assert best.tolist() == [[3, 0, 1, 2, 4, 5]]
 
 
 def test_nan_and_infinite_scores(backend, dtype):

@@ -19,6 +19,7 @@ from npu_dsa_kernels import (
     lightning_indexer,
     sparse_attention,
 )
+from npu_dsa_kernels.backends import blocked
 
 OPS = torch.ops.npu_dsa
 B, S, H, D, V, HI, DI, K = 1, 24, 2, 8, 6, 3, 4, 6
@@ -176,8 +177,6 @@ def selective():
 
 @pytest.mark.parametrize("mode", ["full", "selective", "reentrant"])
 def test_checkpointing_gives_the_same_bits(mode, monkeypatch):
-    from npu_dsa_kernels.backends import blocked
-
     calls = []
     indexer = blocked.lightning_indexer
     monkeypatch.setattr(blocked, "lightning_indexer", lambda *a: calls.append(1) or indexer(*a))

@@ -22,7 +22,7 @@ from npu_dsa_kernels.backends.precision import compute_dtype
 
 # Bytes of a block's largest buffers: on CPU small enough to stay in the cache between the calls,
 # elsewhere large enough to fill the device.
-_CPU_BLOCK_BYTES = 4 * 2**20
+_CPU_BLOCK_BYTES = 2 * 2**20
 _DEVICE_BLOCK_BYTES = 256 * 2**20
 
 _INT64_MIN = -(2**63)

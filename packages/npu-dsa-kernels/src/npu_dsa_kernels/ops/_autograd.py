@@ -3,14 +3,13 @@
 import torch
 
 
-def once_differentiable(backward_op: torch.library.CustomOpDef) -> None:
-    """Make a second differentiation of `backward_op` fail with a message that says what works."""
-    name = str(backward_op._qualname)
+def once_differentiable(backward_op: torch.library.CustomOpDef, name: str) -> None:
+    """Make a second differentiation, through `backward_op`, fail and say what works."""
 
     def refuse(ctx: object, *grads: object) -> None:
         raise RuntimeError(
-            f"{name} cannot be differentiated: double backward is not implemented by this "
-            "backend; use backend='reference' for higher derivatives"
+            f"{name}: double backward is not implemented by this backend; "
+            "use backend='reference' for higher derivatives"
         )
 
     backward_op.register_autograd(refuse)

@@ -134,4 +134,4 @@ def _backward(ctx, d_loss: Tensor):
 
 
 _indexer_kl_loss.register_autograd(_backward, setup_context=_setup_context)
-once_differentiable(_indexer_kl_loss_backward)
+once_differentiable(_indexer_kl_loss_backward, "indexer_kl_loss")

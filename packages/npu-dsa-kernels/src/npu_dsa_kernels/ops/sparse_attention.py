@@ -141,4 +141,4 @@ def _backward(ctx, d_out: Tensor, d_lse: Tensor):
 
 
 _sparse_attention.register_autograd(_backward, setup_context=_setup_context)
-once_differentiable(_sparse_attention_backward)
+once_differentiable(_sparse_attention_backward, "sparse_attention")
