@@ -180,10 +180,13 @@ def train(
             known = ", ".join(preflight.config_names(module))
             raise UserError(f"which configuration? titan-npu train CONFIG, one of: {known}.")
         if options:
-            preflight.load_config(module, config, ["--help"])
+            with contextlib.suppress(SystemExit):
+                preflight.load_config(module, config, ["--help"])
+            raise typer.Exit
         nproc = nproc or launch.default_nproc(platform)
         settings = preflight.load_config(module, config, extra)
-    extra += data_options(settings, extra, data)
+    # In front: what follows "activation-checkpoint:full" belongs to it.
+    extra = data_options(settings, extra, data) + extra
     settings = preflight.load_config(module, config, extra)
     preflight.check(settings, nproc)
 

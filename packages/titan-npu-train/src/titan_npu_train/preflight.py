@@ -189,8 +189,13 @@ def _unknown_option(unknown: Sequence[str], known: Sequence[str], name: str) -> 
     option = options[0].partition("=")[0].lstrip("-")
     # Hyphens and underscores mean the same to the parser.
     spelled = option.replace("-", "_")
+    if spelled in known:
+        return (
+            f"option '{options[0]}' comes too late: what follows 'activation-checkpoint:...' "
+            "belongs to it. Put that at the end."
+        )
     same_ending = [k for k in known if k.rpartition(".")[2] == spelled.rpartition(".")[2]]
-    close = list(dict.fromkeys(same_ending + difflib.get_close_matches(spelled, known, 3, 0.8)))
+    close = same_ending or _closest(spelled, known, 0.8)
     hint = f" Did you mean --{' or --'.join(close[:3])}?" if close else ""
     sections = sorted({k.partition(".")[0] for k in known if "." in k})
     return (
@@ -201,9 +206,15 @@ def _unknown_option(unknown: Sequence[str], known: Sequence[str], name: str) -> 
 
 
 def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    inside = [k for k in known if word and word in k]
-    close = list(dict.fromkeys(inside + difflib.get_close_matches(word, known, 3, 0.6)))
+    close = [k for k in known if word and word in k] or _closest(word, known, 0.6)
     return f" Did you mean {' or '.join(close[:3])}?" if close else ""
+
+
+def _closest(word: str, known: Sequence[str], cutoff: float) -> list[str]:
+    """The most similar of ``known``, and those nearly as similar."""
+    likeness = {k: difflib.SequenceMatcher(None, word, k).ratio() for k in known}
+    best = max(likeness.values(), default=0.0)
+    return [k for k, ratio in likeness.items() if ratio >= max(cutoff, best - 0.05)]
 
 
 @contextlib.contextmanager
