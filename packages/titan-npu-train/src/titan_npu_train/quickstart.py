@@ -31,7 +31,7 @@ def quickstart(
             "--dir", help="Run folder, made new. Default: runs/quickstart.", show_default=False
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Steps to train; half of them twice.")] = 150,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to train; half of them twice.")] = 100,
 ) -> None:
     """Prepare text, train on two processes, resume from a checkpoint, report."""
     began = time.monotonic()

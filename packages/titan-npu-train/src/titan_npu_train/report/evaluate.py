@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from npu_dsa_kernels import lightning_indexer
 from titan_npu_train import platform, preflight
 from titan_npu_train.checkpoint import Checkpoint
 from titan_npu_train.failures import UserError
@@ -237,17 +236,16 @@ class _Sums:
         self.chance += (topk / visible_BS[long_BS].double()).sum().item()
 
         indexers = [tuple(trained), *(indexer(*indexer_inputs) for indexer in fresh)]
-        chosen = [lightning_indexer(*index, topk=topk, bounds=bounds_BS2)[0] for index in indexers]
         for start, stop in _blocks(q_BSHA, kv_BTA.size(1)):
             block = slice(start, stop)
             long_BQ, counts_BQ = long_BS[:, block], counts_BS[:, block]
             seen_BQT = _visible(bounds_BS2[:, block], kv_BTA.size(1))
             logits_BQHT = attention_logits(q_BSHA[:, block], kv_BTA, scale)
             p_BQT = mean_distribution(logits_BQHT, seen_BQT)
-            top_BQT = _top(p_BQT.masked_fill(~seen_BQT, -1.0), topk)
+            top_BQT = top_keys(p_BQT, seen_BQT, topk)
             for i, (q_index, k_index, weights) in enumerate(indexers):
                 scores_BQT = index_scores(q_index[:, block], k_index, weights[:, block])
-                chosen_BQT = _selected(chosen[i][:, block], kv_BTA.size(1))
+                chosen_BQT = top_keys(scores_BQT, seen_BQT, topk)
                 kl_BQ = distribution_kl(p_BQT, scores_BQT, seen_BQT)
                 kl_topk_BQ = distribution_kl(
                     mean_distribution(logits_BQHT, chosen_BQT), scores_BQT, chosen_BQT
@@ -307,24 +305,18 @@ def distribution_kl(
     return terms_BQT.masked_fill(~seen_BQT, 0.0).sum(-1)
 
 
+def top_keys(score_BQT: torch.Tensor, seen_BQT: torch.Tensor, topk: int) -> torch.Tensor:
+    """True at the ``topk`` best of the keys seen, ties to the lower key as in the model."""
+    ranked_BQT = (
+        score_BQT.masked_fill(~seen_BQT, float("-inf")).sort(stable=True, descending=True).indices
+    )
+    top_BQT = torch.zeros_like(seen_BQT).scatter_(-1, ranked_BQT[..., :topk], True)
+    return top_BQT & seen_BQT
+
+
 def _visible(bounds_BQ2: torch.Tensor, keys: int) -> torch.Tensor:
     key_T = torch.arange(keys, device=bounds_BQ2.device)
     return (key_T >= bounds_BQ2[..., :1]) & (key_T < bounds_BQ2[..., 1:])
-
-
-def _top(p_BQT: torch.Tensor, topk: int) -> torch.Tensor:
-    """True at the ``topk`` largest entries of each row."""
-    best_BQK = p_BQT.topk(min(topk, p_BQT.size(-1)), dim=-1).indices
-    return torch.zeros_like(p_BQT, dtype=torch.bool).scatter_(-1, best_BQK, True)
-
-
-def _selected(indices_BQK: torch.Tensor, keys: int) -> torch.Tensor:
-    """True at the keys that ``indices`` (-1 where empty) name, [B, Q, T]."""
-    B, Q, _ = indices_BQK.shape
-    # Empty slots are written to a column of their own, which is cut off again.
-    columns_BQK = indices_BQK.long().masked_fill(indices_BQK < 0, keys)
-    selected = torch.zeros(B, Q, keys + 1, dtype=torch.bool, device=indices_BQK.device)
-    return selected.scatter_(-1, columns_BQK, True)[..., :keys]
 
 
 def _blocks(q_BSHA: torch.Tensor, keys: int) -> Iterator[tuple[int, int]]:
