@@ -185,10 +185,9 @@ def write_manifest(
 def _read_manifest(path: Path) -> tuple[dict[str, FileRecord], bool]:
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        seal = content.pop("xxh3_128")
-        intact = seal == _seal(content)
+        intact = content.pop("xxh3_128") == _seal(content)
     except (ValueError, KeyError, AttributeError, TypeError):
-        intact = False
+        content, intact = {}, False
     if not intact:
         raise CheckpointError(f"{path}: {MANIFEST} is damaged")
     if content["format"] != MANIFEST_FORMAT:

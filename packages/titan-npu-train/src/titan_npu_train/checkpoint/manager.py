@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ class VerifiedCheckpointManager(CheckpointManager):
         if self.pg is None and dist.is_initialized():
             # also for synchronous saves: the training group has a short timeout, and its backend
             # would move every object over the accelerator
-            self.pg = dist.new_group(backend="gloo")
+            self.pg = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         self.rank = dist.get_rank(self.pg) if self.pg is not None else 0
         self.world_size = dist.get_world_size(self.pg) if self.pg is not None else 1
         self._run = self._decide(lambda: uuid.uuid4().hex[:8])
@@ -123,10 +123,10 @@ class VerifiedCheckpointManager(CheckpointManager):
 
     def _first(self, finding: str | None) -> str | None:
         """The lowest rank's finding that is not None, on all ranks."""
-        findings = [finding]
+        findings: list[Any] = [finding]
         if self.pg is not None:
             findings = [None] * self.world_size
-            dist.all_gather_object(findings, finding, group=self.pg)
+            dist.all_gather_object(findings, cast(Any, finding), group=self.pg)
         return next((found for found in findings if found is not None), None)
 
     def _log(self, log: Callable[[str], None], message: str) -> None:
@@ -195,6 +195,7 @@ class VerifiedCheckpointManager(CheckpointManager):
         future = dcp.async_save(
             state_dict, storage_writer=writer, process_group=self.pg, async_stager=stager
         )
+        assert isinstance(future, Future)  # as this stager stages synchronously
         future.add_done_callback(lambda _: stager.close())
         return future
 

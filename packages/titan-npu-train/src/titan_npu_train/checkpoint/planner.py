@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torchtitan.components.checkpointer import DATALOADER, OPTIMIZER, TRAIN_STATE
 from torchtitan.tools.logging import logger
@@ -41,10 +41,14 @@ class MatchingLoadPlanner(DefaultLoadPlanner):
         self._states = tuple(f"{name}." for name in states)
         self._strict = strict
 
+    @property
+    def _saved(self) -> dict[str, STORAGE_TYPES]:
+        assert self.metadata is not None
+        return self.metadata.state_dict_metadata
+
     def create_local_plan(self) -> LoadPlan:
         self._leave_unstarted_state()
-        saved = self.metadata.state_dict_metadata
-        absent = [key for key in self.state_dict if key not in saved]
+        absent = [key for key in self.state_dict if key not in self._saved]
         if generators := [key for key in absent if key.startswith(f"{RNG}.")]:
             logger.warning(
                 f"Checkpoint {self._path} has no random generator state for this rank "
@@ -63,15 +67,14 @@ class MatchingLoadPlanner(DefaultLoadPlanner):
         all of it before loading. A parameter the checkpoint lists in a param group without any
         state had had no gradient yet (an indexer without its loss); it starts like that again.
         """
-        saved = self.metadata.state_dict_metadata
-        listed = {
-            key.rsplit(".", 1)[0].removeprefix(_GROUPS) for key in saved if key.startswith(_GROUPS)
-        }
-        started = {
-            key.rsplit(".", 1)[0].removeprefix(_STATE) for key in saved if key.startswith(_STATE)
-        }
+
+        def parameters(prefix: str) -> set[str]:
+            keys = [key for key in self._saved if key.startswith(prefix)]
+            return {key.removeprefix(prefix).rsplit(".", 1)[0] for key in keys}
+
+        unstarted = parameters(_GROUPS) - parameters(_STATE)
         for key in [key for key in self.state_dict if key.startswith(_STATE)]:
-            if key.rsplit(".", 1)[0].removeprefix(_STATE) in listed - started:
+            if key.removeprefix(_STATE).rsplit(".", 1)[0] in unstarted:
                 del self.state_dict[key]
                 del self.original_state_dict[OPTIMIZER][key.removeprefix(f"{OPTIMIZER}.")]
 
@@ -108,7 +111,7 @@ class MatchingLoadPlanner(DefaultLoadPlanner):
     def _refuse_reshaped(self) -> None:
         reshaped, recast = [], []
         for key, value in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata.get(key)
+            stored = self._saved.get(key)
             if not isinstance(value, torch.Tensor) or not isinstance(stored, TensorStorageMetadata):
                 continue
             if value.shape != stored.size:
@@ -120,7 +123,7 @@ class MatchingLoadPlanner(DefaultLoadPlanner):
         if reshaped:
             parameters = [line for line in reshaped if not line.startswith(self._states)]
             lines = parameters or reshaped
-            if all(line.startswith(("tok_embeddings.", "lm_head.", "mtp")) for line in lines):
+            if all(line.startswith(("tok_embeddings.", "lm_head.")) for line in lines):
                 cure = (
                     "The vocabulary differs: use the tokenizer and model config the checkpoint "
                     "was made with, or another --checkpoint.folder."
@@ -139,7 +142,7 @@ class MatchingLoadPlanner(DefaultLoadPlanner):
         wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
         unread = [
             key
-            for key, stored in self.metadata.state_dict_metadata.items()
+            for key, stored in self._saved.items()
             if key not in wanted
             and not key.startswith(self._states)
             and not (isinstance(stored, TensorStorageMetadata) and stored.size.numel() == 0)

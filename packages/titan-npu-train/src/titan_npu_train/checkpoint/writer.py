@@ -108,7 +108,7 @@ class CommittingWriter(FileSystemWriter):
 
     def __init__(self, incomplete: Path, final: Path, *, step: int, run: str) -> None:
         super().__init__(incomplete)
-        self.fs = ChecksumFileSystem()
+        self.fs = self._checksums = ChecksumFileSystem()
         self.final = final
         self.step = step
         self.run = run
@@ -121,10 +121,10 @@ class CommittingWriter(FileSystemWriter):
             results = super().write_data(plan, planner).wait()
         except Exception:
             # torch.save hides what the operating system said behind an error of its own
-            if self.fs.error is not None:
-                raise self.fs.error from None
+            if self._checksums.error is not None:
+                raise self._checksums.error from None
             raise
-        files = [WrittenFile.of(name, record) for name, record in self.fs.written.items()]
+        files = [WrittenFile.of(name, record) for name, record in self._checksums.written.items()]
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, *files])
         return future
