@@ -2,9 +2,10 @@
 
     torchrun ... split_run.py seed OUT [torchtitan options]   write an unsharded seed checkpoint
     torchrun ... split_run.py train OUT [torchtitan options]  train; rank 0 writes OUT
+    torchrun ... split_run.py load OUT [torchtitan options]   write the weights a run begins with
 
-OUT holds, for every step, the LM loss, each layer's indexer loss, the gradient norm and all
-gradients, whole; and the smallest gap between a query's k-th and (k+1)-th index score.
+After training, OUT holds the LM loss, each layer's indexer loss, the gradient norm and all whole
+gradients of every step, and the smallest gaps between a query's k-th and (k+1)-th index score.
 """
 
 import sys
@@ -31,7 +32,13 @@ def main() -> None:
         make_everything_matter(trainer.model_parts[0], int(out))
         trainer.checkpointer.save(curr_step=0, last_step=True)
     else:
-        record = train(trainer, config.training.steps)
+        trainer.checkpointer.load(step=config.checkpoint.load_step)
+        if mode == "load":
+            record = {
+                name: whole(value) for name, value in trainer.model_parts[0].state_dict().items()
+            }
+        else:
+            record = train(trainer, config.training.steps)
         if torch.distributed.get_rank() == 0:
             torch.save(record, Path(out))
     trainer.close()
@@ -77,11 +84,11 @@ def train(trainer, steps: int) -> dict:
 
     trainer.optimizers.register_step_pre_hook(keep_gradients)
     trainer.metrics_processor.log = keep_metrics
-    trainer.checkpointer.load(step=trainer.config.checkpoint.load_step)
     batches = trainer.batch_generator(trainer.dataloader)
     for _ in range(steps):
         trainer.step += 1
         trainer.train_step(batches)
+        trainer.checkpointer.save(trainer.step, last_step=trainer.step == steps)
     record["expert_biases"] = {
         name.replace("_checkpoint_wrapped_module.", ""): whole(buffer)
         for part in trainer.model_parts

@@ -24,6 +24,7 @@ from torchtitan.tools.utils import GarbageCollection
 from titan_npu_train.checkpoint import folder as folders
 from titan_npu_train.checkpoint.errors import CheckpointError, root_cause
 from titan_npu_train.checkpoint.folder import Checkpoint
+from titan_npu_train.checkpoint.hugging_face import load_hugging_face
 from titan_npu_train.checkpoint.planner import MatchingLoadPlanner
 from titan_npu_train.checkpoint.rng import RNG, RngState
 from titan_npu_train.checkpoint.writer import CommittingWriter
@@ -427,7 +428,19 @@ class VerifiedCheckpointManager(CheckpointManager):
                 been overwritten then.
         """
         if from_hf:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            if self.sd_adapter is None:
+                raise CheckpointError(
+                    f"{checkpoint_id}: this model has no adapter for Hugging Face weights. Begin "
+                    "from a checkpoint in torchtitan's own layout."
+                )
+            state = load_hugging_face(
+                checkpoint_id,
+                state_dict,
+                self.sd_adapter,
+                quantized=from_quantized,
+                process_group=self.pg,
+            )
+            self.states[MODEL].load_state_dict(state)
             return
         if filesystem.is_remote(checkpoint_id):
             self._log(logger.warning, f"{checkpoint_id}: remote, loaded without checking it.")

@@ -40,7 +40,7 @@ def stdlib_source() -> Source:
 
 def stdlib_corpus(
     *,
-    vocab_size: int = 4096,
+    vocab_size: int = 2048,
     heldout: float = 0.02,
     max_bytes: int | None = None,
     cache: str | os.PathLike[str] | None = None,

@@ -69,7 +69,7 @@ _BLOCKS = Flavor(
 )
 _SMALL_BLOCKS = replace(
     _BLOCKS,
-    vocab_size=4096,
+    vocab_size=2048,
     dim=512,
     n_heads=8,
     q_lora_rank=192,
@@ -87,7 +87,7 @@ _SMALL_BLOCKS = replace(
 
 FLAVORS: dict[str, Flavor] = {
     "debugmodel": Flavor(
-        vocab_size=4096,
+        vocab_size=2048,
         dim=192,
         n_layers=4,
         n_dense_layers=1,
@@ -150,7 +150,8 @@ def model_config(
         tok_embeddings=Embedding.Config(
             num_embeddings=flavor.vocab_size,
             embedding_dim=flavor.dim,
-            param_init={"weight": partial(nn.init.normal_, std=1.0)},
+            # torchtitan's 1.0 lets the embedding drown what the first layers add to it.
+            param_init={"weight": partial(nn.init.normal_, std=0.1)},
         ),
         norm=_norm(flavor.dim),
         lm_head=Linear.Config(
