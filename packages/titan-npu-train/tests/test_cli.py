@@ -202,8 +202,11 @@ def test_help_names_the_verbs_and_needs_no_torch(capfd):
     assert all(verb in text for verb in ("train", "report", "doctor", "data"))
     assert cli.run(["--version"]) == 0
     assert capfd.readouterr().out == f"titan-npu {__version__}\n"
-    assert cli.run(["trian"]) == 2
-    assert "trian" in capfd.readouterr().err
+    assert cli.run([]) == 0  # the same as --help
+    capfd.readouterr()
+    for wrong in (["trian"], ["data"], ["train", CONFIG, "--nproc", "0"], ["report"]):
+        assert cli.run(wrong) == 2
+        assert len(errors(capfd.readouterr().err)) == 1
     code = "import sys, titan_npu_train.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -237,7 +240,7 @@ def test_where_the_data_comes_from(dataset, monkeypatch):
         *("--dataloader.dataset_path", str(dataset), "--hf_assets_path", str(dataset / "tokenizer"))
     ]
     assert cli.data_options(settings, [], None) == both
-    assert sizes == [4096]
+    assert sizes == [2048]
     assert cli.data_options(settings, [], dataset) == both
     assert cli.data_options(settings, ["--hf_assets_path=x"], dataset) == both[:2]
     settings.dataloader.dataset_path = str(dataset)

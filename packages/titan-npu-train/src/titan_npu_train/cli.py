@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ __all__ = ["app", "data_options", "main", "run", "say", "select_platform"]
 app = typer.Typer(
     name="titan-npu",
     help="Pretrain DeepSeek-V3.2 (DeepSeek Sparse Attention) with TorchTitan, on NPU, CUDA or CPU.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -34,10 +33,10 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def main() -> None:
     """Entry point: exit code 0, 1 for a failure, 2 for bad input, 128 + n for signal n."""
-    sys.exit(run())
+    sys.exit(run(sys.argv[1:]))
 
 
-def run(arguments: list[str] | None = None, *, app: typer.Typer = app) -> int:
+def run(arguments: list[str], *, app: typer.Typer = app) -> int:
     """Run the command (or another one in its manner) and return the exit code."""
     from titan_npu_train.launch import Interrupted, RunFailed
 
@@ -45,14 +44,15 @@ def run(arguments: list[str] | None = None, *, app: typer.Typer = app) -> int:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # the ranks report what concerns them, into their logs
     try:
-        return app(arguments, standalone_mode=False) or 0
+        return app(arguments or ["--help"], standalone_mode=False) or 0
     except typer.Exit as exit:
         return exit.exit_code
     except typer.Abort:
         return 130
     except typer.TyperException as error:
-        error.show()
-        return error.exit_code
+        message = error.format_message()
+        _say_error(f"{message}{'' if message.endswith(('.', '?')) else '.'} See --help.")
+        return 2
     except KeyboardInterrupt:
         _say_error("interrupted.")
         return 128 + signal.SIGINT
@@ -94,7 +94,7 @@ def select_platform() -> Any:
 
 
 @contextlib.contextmanager
-def _busy(text: str) -> Iterator[None]:
+def _busy(text: str) -> Generator[None]:
     """A spinner on a terminal, a plain line elsewhere."""
     if err.is_terminal:
         with err.status(text):
@@ -201,7 +201,7 @@ def train(
     say(f"curves: titan-npu report {settings.dump_folder}")
 
 
-data_app = typer.Typer(no_args_is_help=True, help="Make datasets to train on.")
+data_app = typer.Typer(help="Make datasets to train on.")
 app.add_typer(data_app, name="data")
 
 
@@ -321,7 +321,7 @@ def data_options(settings: Any, options: list[str], data: Path | None) -> list[s
         if settings.dataloader.dataset_path is not None:
             data = Path(settings.dataloader.dataset_path)
         elif settings.dataloader.dataset == "stdlib":
-            vocabulary = min(4096, settings.model_spec.model.vocab_size)
+            vocabulary = min(2048, settings.model_spec.model.vocab_size)
             with progress_bar(err) as progress:
                 data = stdlib_corpus(vocab_size=vocabulary, progress=progress)
         else:

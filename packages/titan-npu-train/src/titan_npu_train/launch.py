@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,7 +292,7 @@ def _last_words(log: Path, lines: int = 8) -> str:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def _environment(values: Mapping[str, str]) -> Generator[None]:
     """Set environment variables, and put back what was there."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
@@ -307,7 +307,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torchrun_kept_to_itself() -> Iterator[None]:
+def _torchrun_kept_to_itself() -> Generator[None]:
     """Undo what the agent leaves behind: its signal handlers. And do not let it print.
 
     Its own account of a failure repeats every rank's; ours replaces it.

@@ -14,7 +14,7 @@ import inspect
 import io
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -218,7 +218,7 @@ def _closest(word: str, known: Sequence[str], cutoff: float) -> list[str]:
 
 
 @contextlib.contextmanager
-def _tyro_errors_as_text(options: Sequence[str]) -> Iterator[None]:
+def _tyro_errors_as_text(options: Sequence[str]) -> Generator[None]:
     """tyro prints a box to stderr and exits; one plain sentence is wanted."""
     captured = io.StringIO()
     try:

@@ -22,6 +22,7 @@ __all__ = ["main", "quickstart"]
 CONFIG = "deepseek_v32_debugmodel"
 NPROC = 2
 STAGES = 4
+STEPS = 100
 
 
 def quickstart(
@@ -31,7 +32,7 @@ def quickstart(
             "--dir", help="Run folder, made new. Default: runs/quickstart.", show_default=False
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Steps to train; half of them twice.")] = 100,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to train; half of them twice.")] = STEPS,
 ) -> None:
     """Prepare text, train on two processes, resume from a checkpoint, report."""
     began = time.monotonic()
@@ -166,7 +167,8 @@ def _parameters(model_config: Any) -> int:
 def main() -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(quickstart)
-    code = cli.run(sys.argv[1:], app=app)
+    # Without arguments it runs; the command would print its help.
+    code = cli.run(sys.argv[1:] or ["--steps", str(STEPS)], app=app)
     if code:
         print(f"{failures.PREFIX}the quickstart did not finish.", file=sys.stderr)
     sys.exit(code)

@@ -10,7 +10,7 @@ from titan_npu_train.failures import UserError
 from titan_npu_train.report.picture import draw
 from titan_npu_train.report.summary import summarize
 from titan_npu_train.report.table import print_report
-from titan_npu_train.run_folder import read_metrics
+from titan_npu_train.run_folder import RunInfo, read_metrics
 
 __all__ = ["REPORT_FILE", "REPORT_PICTURE", "report"]
 
@@ -55,9 +55,16 @@ def report(
             reason = str(error)
     summary = summarize(records, evaluation, not_evaluated=reason)
     try:
-        draw(records, evaluation, run_dir / REPORT_PICTURE, title=run_dir.resolve().name)
+        draw(records, evaluation, run_dir / REPORT_PICTURE, title=_title(run_dir))
         (run_dir / REPORT_FILE).write_text(json.dumps(summary, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"cannot write the report into '{run_dir}': {error.strerror}.") from error
     print_report(summary, console, picture=run_dir / REPORT_PICTURE)
     return summary
+
+
+def _title(run_dir: Path) -> str:
+    try:
+        return f"{RunInfo.read(run_dir).config}  ({run_dir.resolve().name})"
+    except UserError:
+        return run_dir.resolve().name

@@ -37,18 +37,25 @@ _BLOCK_SCORES = 1 << 25  # fp32 attention scores at a time: 128 MiB
 
 
 @dataclasses.dataclass(frozen=True)
+class Recall:
+    """Share of the true top-k found, 0 to 1: trained indexer, fresh ones, a random choice."""
+
+    trained: float
+    untrained: float
+    chance: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one layer, or (layer None) the mean over layers. KL in nats a token; recalls from 0 to 1,
-    None where no query sees more than k keys."""
+    """Of one layer, or (layer None) the mean over layers. KL in nats a token; recall is None where
+    no query sees more than k keys."""
 
     layer: int | None
     kl_trained: float
     kl_untrained: float
     kl_topk_trained: float
     kl_topk_untrained: float
-    recall_trained: float | None
-    recall_untrained: float | None
-    recall_chance: float | None
+    recall: Recall | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,22 +263,17 @@ class _Sums:
                 self.found[i] += (hits_BQ[long_BQ].double() / topk).sum().item()
 
     def figures(self, layer: int) -> Figures:
-        def per(count: int, total: float) -> float | None:
-            return total / count if count else None
+        def split(sums: Sequence[float], count: int) -> tuple[float, float]:
+            """Of the trained indexer, and the mean of the fresh ones."""
+            return sums[0] / count, _average(sums[1:]) / count
 
-        def average(values: Sequence[float]) -> float:
-            return sum(values) / len(values)
-
-        return Figures(
-            layer=layer,
-            kl_trained=self.kl[0] / self.queries,
-            kl_untrained=average(self.kl[1:]) / self.queries,
-            kl_topk_trained=self.kl_topk[0] / self.queries,
-            kl_topk_untrained=average(self.kl_topk[1:]) / self.queries,
-            recall_trained=per(self.long_queries, self.found[0]),
-            recall_untrained=per(self.long_queries, average(self.found[1:])),
-            recall_chance=per(self.long_queries, self.chance),
-        )
+        kl = split(self.kl, self.queries)
+        kl_topk = split(self.kl_topk, self.queries)
+        recall = None
+        if self.long_queries:
+            chance = self.chance / self.long_queries
+            recall = Recall(*split(self.found, self.long_queries), chance)
+        return Figures(layer, *kl, *kl_topk, recall)
 
 
 def attention_logits(q_BQHA: torch.Tensor, kv_BTA: torch.Tensor, scale: float) -> torch.Tensor:
@@ -327,7 +329,7 @@ def _blocks(q_BSHA: torch.Tensor, keys: int) -> Iterator[tuple[int, int]]:
         yield start, min(S, start + size)
 
 
-def _fresh(indexer: torch.nn.Module, seed: int) -> torch.nn.Module:
+def _fresh(indexer: Any, seed: int) -> Any:
     """A copy of an indexer with new random weights, as training starts with."""
     copied = copy.deepcopy(indexer)
     with torch.random.fork_rng():
@@ -337,12 +339,25 @@ def _fresh(indexer: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def _mean(layers: Sequence[Figures]) -> Figures:
-    def mean(name: str) -> float | None:
-        values = [value for f in layers if (value := getattr(f, name)) is not None]
-        return sum(values) / len(values) if values else None
+    recalls = [f.recall for f in layers if f.recall is not None]
+    return Figures(
+        layer=None,
+        kl_trained=_average([f.kl_trained for f in layers]),
+        kl_untrained=_average([f.kl_untrained for f in layers]),
+        kl_topk_trained=_average([f.kl_topk_trained for f in layers]),
+        kl_topk_untrained=_average([f.kl_topk_untrained for f in layers]),
+        recall=Recall(
+            trained=_average([r.trained for r in recalls]),
+            untrained=_average([r.untrained for r in recalls]),
+            chance=_average([r.chance for r in recalls]),
+        )
+        if recalls
+        else None,
+    )
 
-    names = [field.name for field in dataclasses.fields(Figures) if field.name != "layer"]
-    return Figures(layer=None, **{name: mean(name) for name in names})
+
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 class _attention_calls:

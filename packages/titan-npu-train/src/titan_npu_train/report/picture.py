@@ -37,11 +37,10 @@ def draw(
     _recall(axes[0, 2], evaluation)
     _curve(axes[1, 0], records, "grad_norm", "gradient norm before clipping", "", _BLUE)
     _curve(axes[1, 1], records, "tokens_per_second", "tokens a second, whole job", "", _BLUE)
-    axes[1, 1].set_ylim(bottom=0)
+    _from_zero(axes[1, 1])
     axes[1, 1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _curve(axes[1, 2], records, "peak_memory_bytes", "peak memory of rank 0", "GiB", _BLUE, 2**-30)
-    axes[1, 2].set_ylim(bottom=0)
-    axes[1, 2].margins(y=0.15)
+    _from_zero(axes[1, 2])
     for row in axes:
         for ax in row:
             _style(ax)
@@ -109,29 +108,22 @@ def _label_ends(ax: Axes, ends: Sequence[tuple[int, float, int]]) -> None:
 
 def _recall(ax: Axes, evaluation: "Evaluation | None") -> None:
     ax.set_title("true top-k keys the indexer finds")
-    layers = [f for f in evaluation.layers if f.recall_trained is not None] if evaluation else []
-    if not layers:
+    if evaluation is None or evaluation.mean.recall is None:
         _nothing(ax, "indexer not evaluated" if evaluation is None else "no row is long enough")
         return
+    bars = [(f.layer, f.recall) for f in evaluation.layers if f.recall is not None]
     width = 0.38
-    places = range(len(layers))
-    ax.bar(
-        [p - width / 2 for p in places],
-        [100 * f.recall_trained for f in layers],
-        width,
-        color=_ORANGE,
-        label="trained",
-    )
-    ax.bar(
-        [p + width / 2 for p in places],
-        [100 * f.recall_untrained for f in layers],
-        width,
-        color=_GREY,
-        label="untrained",
-    )
-    chance = 100 * evaluation.mean.recall_chance
+    for offset, color, name in ((-width / 2, _ORANGE, "trained"), (width / 2, _GREY, "untrained")):
+        ax.bar(
+            [place + offset for place in range(len(bars))],
+            [100 * getattr(recall, name) for _, recall in bars],
+            width,
+            color=color,
+            label=name,
+        )
+    chance = 100 * evaluation.mean.recall.chance
     ax.axhline(chance, color=_INK, linewidth=1, linestyle="--", label="chance")
-    ax.set_xticks(list(places), [str(f.layer) for f in layers])
+    ax.set_xticks(range(len(bars)), [str(layer) for layer, _ in bars])
     ax.set_xlabel("layer")
     ax.set_ylim(0, 100)
     ax.set_ylabel(f"% of {evaluation.topk} keys")
@@ -142,6 +134,10 @@ def _nothing(ax: Axes, text: str) -> None:
     ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes, color=_GREY)
     ax.set_xticks([])
     ax.set_yticks([])
+
+
+def _from_zero(ax: Axes) -> None:
+    ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
 
 
 def _step_axis(ax: Axes) -> None:

@@ -44,9 +44,10 @@ def summarize(
     summary["indexer_kl_untrained"] = mean.kl_untrained if mean else None
     summary["indexer_kl_topk_trained"] = mean.kl_topk_trained if mean else None
     summary["indexer_kl_topk_untrained"] = mean.kl_topk_untrained if mean else None
-    summary["topk_recall"] = mean.recall_trained if mean else None
-    summary["topk_recall_untrained"] = mean.recall_untrained if mean else None
-    summary["topk_recall_chance"] = mean.recall_chance if mean else None
+    recall = mean.recall if mean else None
+    summary["topk_recall"] = recall.trained if recall else None
+    summary["topk_recall_untrained"] = recall.untrained if recall else None
+    summary["topk_recall_chance"] = recall.chance if recall else None
     summary["heldout_loss"] = evaluation.heldout_loss if evaluation else None
     summary["evaluation"] = (
         dataclasses.asdict(evaluation) if evaluation else {"not_evaluated": not_evaluated}

@@ -8,6 +8,8 @@ from rich.table import Table
 
 __all__ = ["print_report"]
 
+_RECALLS = ("trained", "untrained", "chance")
+
 
 def print_report(summary: dict[str, Any], console: Console, *, picture: Path) -> None:
     console.print(_training(summary))
@@ -66,13 +68,12 @@ def _indexer(evaluation: dict[str, Any]) -> Table:
         table.add_column(heading, justify="right")
 
     def add(label: str, figures: dict[str, Any], style: str | None = None) -> None:
+        recall = figures["recall"]
         table.add_row(
             label,
             f"{figures['kl_trained']:.4f}",
             f"{figures['kl_untrained']:.4f}",
-            _percent(figures["recall_trained"]),
-            _percent(figures["recall_untrained"]),
-            _percent(figures["recall_chance"]),
+            *(f"{recall[name]:.1%}" if recall else "-" for name in _RECALLS),
             style=style,
         )
 
@@ -81,7 +82,3 @@ def _indexer(evaluation: dict[str, Any]) -> Table:
     table.add_section()
     add("mean", evaluation["mean"], "bold")
     return table
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
