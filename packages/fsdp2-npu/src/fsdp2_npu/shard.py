@@ -65,8 +65,8 @@ def shard_model(
         expert_mesh_dims: for ``expert_mesh`` what ``mesh_dims`` is for ``mesh``.
         full_precision: modules whose parameters stay fp32 in computation and whose gradients are
             reduced in fp32, whatever ``mp_policy`` says. They are gathered once a step and kept
-            between forward and backward: meant for small modules. A module inside a block that is
-            compiled as a whole splits the block's graph.
+            between forward and backward: meant for small modules. One inside a compiled region
+            breaks its graph, which torch.compile(fullgraph=True) refuses.
         prefetch: how many blocks ahead all-gathers are started.
         mp_policy: dtypes of computation and of gradient reduction, and the casting of inputs.
         offload_policy: e.g. CPUOffloadPolicy().
