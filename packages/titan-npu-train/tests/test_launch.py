@@ -15,7 +15,8 @@ from titan_npu_train import launch
 from titan_npu_train.launch import RunFailed
 from titan_npu_train.run_folder import RunInfo
 
-pytestmark = pytest.mark.distributed
+# ResourceWarning: the agent leaves log files to the garbage collector.
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 TESTS = Path(__file__).parent
 
