@@ -321,9 +321,8 @@ def data_options(settings: Any, options: list[str], data: Path | None) -> list[s
         if settings.dataloader.dataset_path is not None:
             data = Path(settings.dataloader.dataset_path)
         elif settings.dataloader.dataset == "stdlib":
-            vocabulary = min(2048, settings.model_spec.model.vocab_size)
             with progress_bar(err) as progress:
-                data = stdlib_corpus(vocab_size=vocabulary, progress=progress)
+                data = stdlib_corpus(progress=progress)
         else:
             return []
     if settings.dataloader.dataset_path is None:
