@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -142,7 +142,8 @@ def shard_model(
         [block[0], *(m for m in full_precision if any(_contains(part, m) for part in block))]
         for block in blocks
     ]
-    set_prefetch(model, inside, prefetch)
+    # fully_shard made FSDPModules of them in place, which no annotation can say.
+    set_prefetch(cast(FSDPModule, model), cast(list[list[FSDPModule]], inside), prefetch)
     return model
 
 

@@ -35,7 +35,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -195,7 +195,7 @@ class _CPURandomTracker(dtensor_random._RNGStateTracker):
     @contextlib.contextmanager
     def _distribute_region(
         self, spec: Any, generator: torch.Generator | None = None
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         source = torch.default_generator if generator is None else generator
         shard, shards = 0, 1
         for placement, coordinate, size in zip(
@@ -286,7 +286,8 @@ def _describe(name: str) -> Platform:
         return Platform("cpu", "cpu", CPUDeviceModule(), "gloo", needs_sum_reduction=True)
     if name == "cuda":
         return Platform("cuda", "cuda", torch.cuda, "nccl", needs_sum_reduction=False)
-    return Platform("npu", "npu", torch.npu, "hccl", needs_sum_reduction=True)
+    npu = torch.get_device_module("npu")
+    return Platform("npu", "npu", npu, "hccl", needs_sum_reduction=True)
 
 
 def _best_available() -> str:
@@ -307,7 +308,7 @@ def _unavailable(name: str) -> str | None:
             importlib.import_module("torch_npu")
         except (ImportError, OSError, RuntimeError) as error:
             return f"importing torch_npu failed with {type(error).__name__}: {error}"
-        if not torch.npu.is_available():
+        if not torch.get_device_module("npu").is_available():
             return "torch_npu is imported, but torch.npu.is_available() is False"
     return None
 
