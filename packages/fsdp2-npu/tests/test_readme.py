@@ -13,13 +13,21 @@ def test_the_example_runs_as_it_stands(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (tmp_path / "example.py").write_text(code, encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # One file a rank: what ranks print into one pipe may come out mixed.
+    logs = ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
     result = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(tmp_path / "example.py")],
+        [*launcher, "--nproc-per-node", "2", *logs, str(tmp_path / "example.py")],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=180,
     )
-    assert result.returncode == 0, result.stderr
-    shape = r"\(Shard\(dim=0\),\) torch\.Size\(\[32, 64\]\)"
-    assert sorted(re.findall(rf"([01]) {shape}", result.stdout)) == ["0", "1"], result.stdout
+    assert result.returncode == 0, [
+        result.stderr,
+        *(log.read_text() for log in (tmp_path / "logs").rglob("stderr.log")),
+    ]
+    printed = {log.parent.name: log.read_text() for log in (tmp_path / "logs").rglob("stdout.log")}
+    line = "(Shard(dim=0),) torch.Size([32, 64])"
+    assert {rank: text.strip() for rank, text in printed.items()} == {
+        rank: f"{rank} {line}" for rank in ("0", "1")
+    }
