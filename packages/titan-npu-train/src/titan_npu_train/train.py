@@ -41,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Every rank reads the same command line, so every rank fails alike: one speaks.
         failure = failures.describe(error)
-        path = failures.write_error_file(error, failure, None, rank)
         if rank == 0:
-            failures.print_failure(failure, path if failure.unexpected else None)
+            unexpected = failure.unexpected
+            path = failures.write_error_file(error, failure, None, rank) if unexpected else None
+            failures.print_failure(failure, path)
             _print_traceback(error)
         return 2
 
