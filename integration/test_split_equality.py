@@ -34,7 +34,7 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workspace(tmp_path_factory) -> Path:
     """A folder with a dataset and a seed checkpoint."""
     root = tmp_path_factory.mktemp("split")

@@ -102,7 +102,8 @@ def compile_regions(model: DeepSeekV32Model, *, backend: str) -> None:
     small operators.
     """
     for _, attention in attention_modules(model):
-        attention.prolog = torch.compile(attention.prolog, backend=backend, fullgraph=True)
+        # Not one graph: FSDP's hooks on the indexer's fp32 modules divide it.
+        attention.prolog = torch.compile(attention.prolog, backend=backend)
         attention.epilog = torch.compile(attention.epilog, backend=backend, fullgraph=True)
     for block in _blocks(model):
         regions = [block.attention_norm, block.ffn_norm]
