@@ -3,6 +3,8 @@ import dataclasses
 import json
 import math
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -347,6 +349,14 @@ def test_report_with_evaluation(run_dir):
     assert "indexer on held-out text" in text and f"{evaluation['queries']:,} held-out" in text
     assert json.loads((run_dir / "report.json").read_text()) == summary
     assert dataclasses.asdict(evaluate_run(run_dir, rows=3)) == evaluation  # the same every time
+
+
+def test_the_command_in_a_process_of_its_own(run_dir):
+    """Where nothing has chosen the platform before."""
+    command = [sys.executable, "-m", "titan_npu_train.cli", "report", str(run_dir), "--rows", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "On 64 held-out tokens" in " ".join(result.stdout.split())
 
 
 def test_why_a_run_cannot_be_evaluated(run_dir, tmp_path):

@@ -22,7 +22,7 @@ __all__ = ["main", "quickstart"]
 CONFIG = "deepseek_v32_debugmodel"
 NPROC = 2
 STAGES = 4
-STEPS = 100
+STEPS = 120
 
 
 def quickstart(

@@ -23,16 +23,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from titan_npu_train import platform, preflight
-from titan_npu_train.checkpoint import Checkpoint
 from titan_npu_train.failures import UserError
 from titan_npu_train.run_folder import RunInfo
 
 __all__ = ["Evaluation", "Figures", "evaluate_model", "evaluate_run", "load_model"]
 
 SEEDS = (0, 1, 2)
+_BATCH_TOKENS = 2048
 _BLOCK_SCORES = 1 << 25  # fp32 attention scores at a time: 128 MiB
 
 
@@ -90,11 +91,11 @@ def evaluate_run(run_dir: Path, *, data: Path | None = None, rows: int = 16) -> 
             model without indexers.
         DataError: the dataset is missing, or has no held-out text.
     """
-    from titan_npu_train.data import PackedRows, PreparedDataset, dataset_directory
-
     run_dir = Path(run_dir)
     info = RunInfo.read(run_dir)
-    platform.select()
+    platform.select()  # before anything below imports torchtitan
+    from titan_npu_train.data import PackedRows, PreparedDataset, dataset_directory
+
     config = preflight.load_config(info.module, info.config, info.options)
     path = preflight.newest_checkpoint(run_dir / config.checkpoint.folder)
     if path is None:
@@ -114,10 +115,9 @@ def evaluate_run(run_dir: Path, *, data: Path | None = None, rows: int = 16) -> 
     # Evenly over the held-out text: neighbouring rows come from the same documents.
     count = min(rows, len(packed))
     chosen = [packed[i * len(packed) // count] for i in range(count)]
-    batches = (
-        tuple(torch.from_numpy(part)[None] for part in (inputs, labels, positions))
-        for inputs, labels, positions in chosen
-    )
+    parts = [torch.from_numpy(np.stack(part)) for part in zip(*chosen, strict=True)]
+    batch = max(1, _BATCH_TOKENS // config.training.seq_len)
+    batches = zip(*(part.split(batch) for part in parts), strict=True)
     return evaluate_model(model, batches, step=int(path.name.removeprefix("step-")))
 
 
@@ -132,7 +132,7 @@ def load_model(config: Any, checkpoint: Path) -> torch.nn.Module:
     from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig
     from torchtitan.tools.utils import set_default_dtype
 
-    from titan_npu_train.checkpoint import CheckpointError
+    from titan_npu_train.checkpoint import Checkpoint, CheckpointError
     from titan_npu_train.deepseek_v32 import DeepSeekV32Model
 
     model_config = config.model_spec.model
