@@ -1,8 +1,9 @@
 import pytest
 import torch.distributed as dist
-from fsdp2_npu import needs_sum_reduction, shard_model
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp2_npu import needs_sum_reduction, shard_model
 from toy import build
 
 

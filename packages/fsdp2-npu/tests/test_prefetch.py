@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+
 from fsdp2_npu import Prefetch, shard_model
 from fsdp2_ranks import run_ranks
 from toy import LENGTH, batch, build, loss_of

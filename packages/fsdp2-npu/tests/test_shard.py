@@ -4,11 +4,12 @@ ranks of a size start once and run all cases; each test looks at one."""
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_npu import Prefetch, shard_model
-from fsdp2_ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp2_npu import Prefetch, shard_model
+from fsdp2_ranks import run_ranks
 from toy import DIM, LENGTH, batch, build, loss_of
 
 pytestmark = pytest.mark.distributed

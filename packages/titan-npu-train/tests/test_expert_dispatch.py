@@ -5,12 +5,13 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from titan_npu_train.expert_dispatch import ExpertDispatcher, expert_dispatcher
-from titan_ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh, set_spmd_meshes
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+
+from titan_npu_train.expert_dispatch import ExpertDispatcher, expert_dispatcher
+from titan_ranks import run_ranks
 
 E, K, D = 8, 2, 4
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from titan_npu_train import platform
 from titan_npu_train.platform import CPUDeviceModule, Platform
 from titan_ranks import run_ranks

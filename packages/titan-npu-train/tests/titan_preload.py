@@ -2,6 +2,7 @@
 
 import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
+
 from titan_npu_train import platform
 
 platform.select("cpu")
