@@ -67,7 +67,7 @@ def start(
     log = (folder / "log.txt").open("a")
     return subprocess.Popen(
         command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -77,6 +77,11 @@ def start(
 def finish(launcher: subprocess.Popen) -> int:
     try:
         return launcher.wait(DEADLINE)
+    except subprocess.TimeoutExpired:
+        for rank in ranks_of(launcher):
+            os.kill(rank, signal.SIGABRT)  # faulthandler writes where each of its threads is
+        time.sleep(5)
+        raise
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
@@ -84,7 +89,11 @@ def finish(launcher: subprocess.Popen) -> int:
 
 def train(root: Path, folder: Path, *options: str, seed: int = 0) -> None:
     launcher = start(root, folder, *options, seed=seed)
-    assert finish(launcher) == 0, (folder / "log.txt").read_text()[-4000:]
+    try:
+        code = finish(launcher)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the run hung:\n{(folder / 'log.txt').read_text()[-8000:]}")
+    assert code == 0, (folder / "log.txt").read_text()[-4000:]
 
 
 def metrics(folder: Path) -> dict[int, dict]:

@@ -33,9 +33,11 @@ def test_readme_example_runs(package, tmp_path):
     example = first_example(package)
     script = tmp_path / "example.py"
     script.write_text(example, "utf-8")
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, str(script)]
+    if "init_process_group" in example:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command[1:1] = torchrun
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "the example shows nothing"
 

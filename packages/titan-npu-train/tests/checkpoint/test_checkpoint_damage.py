@@ -158,7 +158,14 @@ def test_stock_torchtitan_reads_ours_and_we_read_its(tmp_path: Path) -> None:
 
 def test_checksums_can_be_left_out(run) -> None:
     folder, checkpoints, _ = run
-    flip(0.5)(checkpoints / f"step-{LAST}" / DATA)
+    intact = Toy(folder, KEEP)
+    assert intact.checkpointer.load()
+    weight = next(intact.model.parameters()).detach().numpy().tobytes()
+    # In a tensor's own bytes: torch notices a damaged header by itself.
+    file = checkpoints / f"step-{LAST}" / DATA
+    content = bytearray(file.read_bytes())
+    content[content.index(weight)] ^= 1
+    file.write_bytes(content)
     assert Checkpoint.open(checkpoints / f"step-{LAST}").damage() is not None
     toy = Toy(folder, {**KEEP, "verify_checksums": False})
     assert toy.checkpointer.load()
