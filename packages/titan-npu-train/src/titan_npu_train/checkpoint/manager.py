@@ -252,6 +252,7 @@ class VerifiedCheckpointManager(CheckpointManager):
             logger.error(str(error))  # the error that led here is the one to report
         finally:
             super()._close()
+            self.pg = None  # or its threads would outlive destroy_process_group()
 
     # --------------------------------------------------------------------------- deleting
 
