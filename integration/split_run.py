@@ -79,7 +79,7 @@ def train(trainer, steps: int) -> dict:
         record["steps"][-1] |= {
             "loss": loss,
             "grad_norm": grad_norm,
-            "indexer_losses": extra_metrics["indexer_loss_layers"],
+            "indexer_losses": extra_metrics.get("indexer_loss_layers"),
         }
 
     trainer.optimizers.register_step_pre_hook(keep_gradients)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_split_equality import EP2, launch, options, rows, workspace
+from test_split_equality import DEBUGMODEL, EP2, launch, options, rows, workspace
 
 from titan_npu_train.deepseek_v32 import FLAVORS, DeepSeekV32StateDictAdapter, model_config
 
@@ -19,10 +19,10 @@ def exported(workspace) -> dict[str, torch.Tensor]:
         2,
         [
             *("train", str(workspace / "export.pt")),
-            *options(workspace),
+            *options(workspace, DEBUGMODEL),
             *("--checkpoint.enable", "--checkpoint.last_save_in_hf"),
             *("--checkpoint.last_save_model_only", "--checkpoint.initial_load_path"),
-            str(workspace / "seed" / "checkpoint" / "step-0"),
+            str(workspace / f"seed-{DEBUGMODEL}" / "checkpoint" / "step-0"),
             *("--dump_folder", str(workspace / "export")),
             *rows(2),
             *EP2,
@@ -39,7 +39,7 @@ def start(workspace, folder) -> dict[str, torch.Tensor]:
         2,
         [
             *("load", str(folder / "loaded.pt")),
-            *options(workspace),
+            *options(workspace, DEBUGMODEL),
             *("--checkpoint.enable", "--checkpoint.initial_load_in_hf"),
             *("--checkpoint.initial_load_path", str(folder)),
             *("--dump_folder", str(folder / "run")),

@@ -112,13 +112,9 @@ def wait_until(condition: Callable[[], bool], launcher: subprocess.Popen) -> Non
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(launcher.pid)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [int(pid) for pid in children.stdout.split()]
+    # Not ps: a slim image has none.
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
 
 
 @pytest.fixture(scope="module")

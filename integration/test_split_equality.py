@@ -21,6 +21,7 @@ STEPS = 2
 # Weights and rows for which no selection is decided by less than SMALLEST_GAP.
 SEED = 4
 SMALLEST_GAP = 1e-5
+DEBUGMODEL = "deepseek_v32_debugmodel"
 OPTIONS = [
     *("--training.seq_len", "64"),
     *("--training.global_batch_size", "4"),
@@ -47,19 +48,23 @@ def workspace(tmp_path_factory) -> Path:
         picks = torch.randint(0, len(words), (size,), generator=generator)
         (source / f"{i}.txt").write_text(" ".join(words[p] + str(int(p) * i % 7) for p in picks))
     prepare(source, root / "data", vocab_size=300)
+    write_seed(root, DEBUGMODEL)
+    return root
+
+
+def write_seed(root: Path, config: str) -> None:
     launch(
         1,
         [
             *("seed", str(SEED)),
-            *options(root),
+            *options(root, config),
             *("--checkpoint.create_seed_checkpoint", "--checkpoint.enable"),
-            *("--dump_folder", str(root / "seed")),
+            *("--dump_folder", str(root / f"seed-{config}")),
         ],
     )
-    return root
 
 
-def options(root: Path, config: str = "deepseek_v32_debugmodel") -> list[str]:
+def options(root: Path, config: str) -> list[str]:
     return [
         *("--config", config),
         *OPTIONS,
@@ -77,20 +82,21 @@ def launch(nproc: int, arguments: list[str]) -> None:
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def run(root: Path, name: str, nproc: int, *extra: str) -> dict:
+def run(root: Path, name: str, nproc: int, *extra: str, config: str = DEBUGMODEL) -> dict:
+    seed = root / f"seed-{config}" / "checkpoint" / "step-0"
     out = root / f"{name}.pt"
     launch(
         nproc,
         [
             *("train", str(out)),
-            *options(root),
+            *options(root, config),
             *("--checkpoint.enable", "--checkpoint.load_only"),
-            *("--checkpoint.initial_load_path", str(root / "seed" / "checkpoint" / "step-0")),
+            *("--checkpoint.initial_load_path", str(seed)),
             *("--dump_folder", str(root / name)),
             *extra,
         ],
@@ -101,7 +107,17 @@ def run(root: Path, name: str, nproc: int, *extra: str) -> dict:
 @pytest.fixture(scope="module")
 def expected(workspace) -> dict:
     """One process, the whole batch at once."""
-    record = run(workspace, "one", 1, "--training.local_batch_size", "4")
+    return clear(run(workspace, "one", 1, *rows(4)))
+
+
+@pytest.fixture(scope="module")
+def expected_mtp(workspace) -> dict:
+    """The same of the model with an MTP layer."""
+    write_seed(workspace, DEBUGMODEL + "_mtp")
+    return clear(run(workspace, "one-mtp", 1, *rows(4), config=DEBUGMODEL + "_mtp"))
+
+
+def clear(record: dict) -> dict:
     gap = min(record["smallest_gap"])
     assert gap > SMALLEST_GAP, f"smallest score gap {gap:.2e}: take another SEED"
     return record
@@ -137,11 +153,36 @@ def rows(local_batch_size: int) -> list[str]:
         pytest.param(
             2, [*rows(1), *EP2, "activation_checkpoint:full"], id="ep-2-accumulation-2-ac-full"
         ),
+        pytest.param(
+            1, [*rows(4), "--compile.enable", "--compile.backend", "aot_eager"], id="compiled"
+        ),
     ],
 )
 def test_same_as_one_process(workspace, expected, request, nproc, extra):
-    name = request.node.callspec.id
-    got = run(workspace, name, nproc, *extra)
+    assert_same(run(workspace, request.node.callspec.id, nproc, *extra), expected)
+
+
+def test_mtp_is_the_same_too(workspace, expected_mtp):
+    extra = [*rows(1), *EP2, "activation_checkpoint:full"]
+    got = run(workspace, "mtp-ep-2", 2, *extra, config=DEBUGMODEL + "_mtp")
+    assert_same(got, expected_mtp)
+    assert len(got["steps"][0]["indexer_losses"]) == 5  # four layers and the MTP layer's own
+
+
+def test_coefficient_zero_trains_the_backbone_alone(workspace, expected):
+    """Two steps without indexer gradients: no hang, and the backbone learns as ever."""
+    zero = ["--dsa.indexer_loss_coefficient", "0"]
+    got = run(workspace, "coefficient-0", 2, *rows(2), *EP2, *zero)
+    for ours, wanted in zip(got["steps"], expected["steps"], strict=True):
+        assert ours["indexer_losses"] is None
+        for parameter, gradient in ours["gradients"].items():
+            if ".indexer." in parameter:
+                assert gradient is None
+            else:
+                assert difference(gradient, wanted["gradients"][parameter]) < LIMIT, parameter
+
+
+def assert_same(got: dict, expected: dict) -> None:
     assert len(got["steps"]) == STEPS
     for step, (ours, wanted) in enumerate(zip(got["steps"], expected["steps"], strict=True), 1):
         assert ours["gradients"].keys() == wanted["gradients"].keys()

@@ -163,7 +163,8 @@ def train(
     """Train CONFIG. Everything else is a torchtitan option: [cyan]--section.option value[/cyan].
 
     A run writes into its dump_folder: metrics.jsonl, checkpoint/, every rank's log under logs/, and
-    errors/ if it fails. The same command goes on from the newest complete checkpoint.
+    errors/ if it fails. With --checkpoint.enable it saves every --checkpoint.interval steps, and
+    the same command goes on from the newest complete checkpoint.
     """
     from titan_npu_train import launch, preflight
 

@@ -5,6 +5,7 @@ and its experts; stopped half-way, resumed from the checkpoint, and reported.
 """
 
 import dataclasses
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -136,13 +137,26 @@ def _story(
         f"that matter most, {recall / chance:.1f} times what chance finds ({chance:.0%})."
     )
     yield f"Picture: {folder / 'report.png'}    figures: {folder / 'report.json'}"
+    command = _command()
     yield "Next:"
     yield (
-        f"  titan-npu train {CONFIG} --nproc {NPROC} --training.steps 1000 --checkpoint.enable "
+        f"  {command} train {CONFIG} --nproc {NPROC} --training.steps 1000 --checkpoint.enable "
         "--dump_folder runs/longer"
     )
-    yield "  titan-npu data prepare FOLDER --out my-data    # then: train ... --data my-data"
-    yield "  titan-npu doctor    # what this machine has, and what an NPU needs"
+    vocabulary = model.vocab_size
+    yield (
+        f"  {command} data prepare FOLDER --out my-data --vocab-size {vocabulary}"
+        "    # then: train ... --data my-data"
+    )
+    yield f"  {command} doctor    # what this machine has, and what an NPU needs"
+
+
+def _command() -> str:
+    """How to call titan-npu: by name where the shell finds it, else by its path."""
+    if shutil.which("titan-npu"):
+        return "titan-npu"
+    path = Path(sys.executable).with_name("titan-npu")
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _trend(summary: dict[str, Any]) -> str:

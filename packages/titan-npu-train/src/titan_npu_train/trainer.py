@@ -96,6 +96,8 @@ class Trainer(TitanTrainer):
             self.config.training.max_norm,
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
         )
+        if self._keeps_this_step():
+            self._refuse_not_finite("gradient norm", grad_norm.item())
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
         self.lr_schedulers.step()
@@ -109,6 +111,20 @@ class Trainer(TitanTrainer):
                 grad_norm,
                 indexer_losses,
                 learning_rates,
+            )
+
+    def _keeps_this_step(self) -> bool:
+        """Whether this step is logged or saved: worth waiting for the device to check it."""
+        checkpoint, steps = self.config.checkpoint, self.config.training.steps
+        saved = checkpoint.enable and (self.step % checkpoint.interval == 0 or self.step == steps)
+        return saved or self.metrics_processor.should_log(self.step)
+
+    def _refuse_not_finite(self, what: str, value: float) -> None:
+        # The value is the same on every rank, so all of them stop, or none.
+        if not math.isfinite(value):
+            raise RuntimeError(
+                f"the {what} of step {self.step} is {value}: training cannot go on. Lower the "
+                "learning rate, or resume from an earlier checkpoint"
             )
 
     def _forward_backward(
@@ -157,12 +173,7 @@ class Trainer(TitanTrainer):
         rank_mean = loss * global_valid_tokens / valid_tokens.to(self.device).clamp(min=1)
         max_loss = self._max_over(self._sum_over(rank_mean, "pp"), "loss")
         mean_loss = self._sum_over(self._sum_over(loss, "pp"), "loss").item()
-        # The sum is the same on every rank, so all of them stop, or none.
-        if not math.isfinite(mean_loss):
-            raise RuntimeError(
-                f"the loss of step {self.step} is {mean_loss}: training cannot go on. Lower the "
-                "learning rate, or resume from an earlier checkpoint"
-            )
+        self._refuse_not_finite("loss", mean_loss)
         tokens_seen = torch.tensor(self.ntokens_seen, device=self.device)
         extra: dict[str, Any] = {
             "n_tokens_seen": int(self._sum_over(tokens_seen, "loss")),

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from tiny import (
@@ -18,8 +20,9 @@ from tiny import (
     tiny_model,
     worst_difference,
 )
-from titan_npu_train.deepseek_v32 import attention, model_config
+from titan_npu_train.deepseek_v32 import FLAVORS, attention, model_config
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
+from titan_npu_train.deepseek_v32.parallelize import apply_activation_checkpointing
 
 SEQ_LEN = 64  # top-k is 16
 
@@ -239,6 +242,54 @@ def test_mtp_layer_has_an_indexer_of_its_own(batch):
     taken = model.take_indexer_losses()
     assert sorted(taken) == [0, 1, 2, 3]
     assert all(value > 0 for value in taken.values())
+
+
+def test_the_mtp_indexer_learns_from_real_inputs_only():
+    """A document's last position has no next token: its content trains no MTP indexer."""
+    config = model_config(replace(TINY, n_mtp_layers=1))
+    positions = packed_positions((40, 24))
+    tokens = torch.randint(0, TINY.vocab_size, (1, SEQ_LEN), generator=torch.manual_seed(2))
+    weight = torch.full((1, SEQ_LEN), 1 / SEQ_LEN)
+    losses = []
+    for last in (0.0, 1.0):
+        model = build(config)
+        changed = weight.clone()
+        changed[0, [39, 63]] = last
+        main, mtp = model(tokens, positions, DSAMasks.from_positions(positions, changed))
+        (main.sum() + mtp.sum()).backward()
+        losses.append(model.take_indexer_losses())
+    assert torch.equal(losses[0][TINY.n_layers], losses[1][TINY.n_layers])
+    assert not torch.equal(losses[0][0], losses[1][0])
+
+
+@pytest.mark.parametrize("policy", [FullAC, SelectiveAC])
+def test_checkpointing_covers_mtp_layers(policy):
+    config = model_config(replace(TINY, n_mtp_layers=1))
+    tokens = torch.randint(0, TINY.vocab_size, (1, SEQ_LEN), generator=torch.manual_seed(2))
+    positions = packed_positions((40, 24))
+    masks = DSAMasks.from_positions(positions, torch.full((1, SEQ_LEN), 1 / SEQ_LEN))
+    found = []
+    for checkpointed in (False, True):
+        model = build(config)
+        if checkpointed:
+            apply_activation_checkpointing(model, policy(policy.Config()))
+            assert all(isinstance(m, CheckpointWrapper) for m in model.mtp_layers)
+            assert all(isinstance(m, CheckpointWrapper) for m in model.layers.values())
+        main, mtp = model(tokens, positions, masks)
+        (main.square().mean() + mtp.square().mean()).backward()
+        found.append(gradients(model))
+    assert worst_difference(found[1], found[0]) == {"indexer": 0.0, "backbone": 0.0}
+
+
+@pytest.mark.parametrize("name", FLAVORS)
+def test_every_norm_has_the_published_epsilon(name):
+    flavor = replace(FLAVORS[name], n_mtp_layers=1, max_seq_len=64)
+    with torch.device("meta"):
+        model = model_config(flavor).build()
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.RMSNorm | nn.LayerNorm)}
+    # attention, ffn, q, kv and index key of each layer; three more of the MTP layer; the last.
+    assert len(norms) == 5 * (flavor.n_layers + 1) + 3 + 1
+    assert {n: m.eps for n, m in norms.items() if m.eps != 1e-6} == {}
 
 
 def test_deep_copies_do_not_share_a_meter(batch):

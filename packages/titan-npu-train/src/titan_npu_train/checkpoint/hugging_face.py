@@ -4,7 +4,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
@@ -37,7 +36,9 @@ def load_hugging_face(
     """
     hf_state = adapter.to_hf(state_dict)
     reader = adapter.get_hf_storage_reader(path, quantized)
-    absent = _absent(path, reader, set(hf_state))
+    stored = set(reader.read_metadata().state_dict_metadata)
+    _check_format(path, stored, quantized)
+    absent = set(hf_state) - stored
     initialised: set[str] = set()
     if hasattr(adapter, "initialised_if_absent"):
         initialised = adapter.initialised_if_absent(absent)
@@ -61,11 +62,21 @@ def load_hugging_face(
     return adapter.from_hf(hf_state)
 
 
-def _absent(path: str, reader: HuggingFaceStorageReader, wanted: set[str]) -> set[str]:
-    stored = set(reader.read_metadata().state_dict_metadata)
+def _check_format(path: str, stored: set[str], quantized: bool) -> None:
+    """Refuse a folder without weights, and FP8 weights that would be read without their scales."""
     if not stored:
         raise CheckpointError(
             f"{path}: no .safetensors files. Give a folder of Hugging Face weights in "
             "--checkpoint.initial_load_path or --hf_assets_path."
         )
-    return wanted - stored
+    scales = [name for name in stored if name.endswith("_scale_inv")]
+    if scales and not quantized:
+        raise CheckpointError(
+            f"{path}: holds FP8 weights with block scales ({min(scales)}); read without them, they "
+            "would be wrong by orders of magnitude. Add --checkpoint.initial_load_in_hf_quantized."
+        )
+    if quantized and not scales:
+        raise CheckpointError(
+            f"{path}: holds no block scales (*_scale_inv), so its weights are not quantized. Leave "
+            "out --checkpoint.initial_load_in_hf_quantized."
+        )

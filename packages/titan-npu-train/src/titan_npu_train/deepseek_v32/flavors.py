@@ -12,11 +12,10 @@ from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import depth_scaled_std
 from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
-from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 
 from titan_npu_train.deepseek_v32.attention import Attention, inner_attention_config
 from titan_npu_train.deepseek_v32.indexer import Indexer
-from titan_npu_train.deepseek_v32.model import DeepSeekV32Model
+from titan_npu_train.deepseek_v32.model import DeepSeekV32Model, MTPBlock
 from titan_npu_train.deepseek_v32.modules import Float32LayerNorm, Float32Linear, GroupedExperts
 from titan_npu_train.expert_dispatch import ExpertDispatcher
 
@@ -134,7 +133,7 @@ def model_config(
         for i in range(flavor.n_layers)
     ]
     mtp_layers = [
-        MTPTransformerBlock.Config(
+        MTPBlock.Config(
             **_block(flavor, flavor.n_layers + i, form, dsa_backend),
             enorm=_norm(flavor.dim),
             hnorm=_norm(flavor.dim),

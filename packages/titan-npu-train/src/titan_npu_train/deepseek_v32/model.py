@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model, MTPTransformerBlock
 from torchtitan.tools.logging import logger
 
 from titan_npu_train.deepseek_v32.attention import Attention, attention_modules
@@ -14,7 +14,34 @@ from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
 from titan_npu_train.deepseek_v32.options import DSAOptions
 from titan_npu_train.deepseek_v32.sharding import set_dsa_sharding_config
 
-__all__ = ["DeepSeekV32Model"]
+__all__ = ["DeepSeekV32Model", "MTPBlock"]
+
+
+class MTPBlock(MTPTransformerBlock):
+    """torchtitan's MTP layer, whose indexer learns from the positions that have an input.
+
+    A document's last positions have no token to look ahead to: they are filled, and neither loss
+    may count them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MTPTransformerBlock.Config):
+        pass
+
+    def forward(
+        self,
+        mtp_input_embed: torch.Tensor,
+        prev_embed: torch.Tensor,
+        mtp_input_valid_mask: torch.Tensor,
+        attention_masks: DSAMasks | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attention_masks is not None and attention_masks.kl_weight_BS is not None:
+            weight_BS = attention_masks.kl_weight_BS * mtp_input_valid_mask
+            attention_masks = attention_masks._replace(kl_weight_BS=weight_BS)
+        return super().forward(
+            mtp_input_embed, prev_embed, mtp_input_valid_mask, attention_masks, positions
+        )
 
 
 class DeepSeekV32Model(DeepSeekV3Model):
