@@ -326,9 +326,10 @@ def data_options(settings: Any, options: list[str], data: Path | None) -> list[s
                 data = stdlib_corpus(progress=progress)
         else:
             return []
+    data = Path(data).absolute()  # the report of this run may be asked for from another folder
     if settings.dataloader.dataset_path is None:
         added += ["--dataloader.dataset_path", str(data)]
-    elif Path(settings.dataloader.dataset_path) != data:
+    elif Path(settings.dataloader.dataset_path).absolute() != data:
         raise UserError(
             f"--data {data} and dataloader.dataset_path {settings.dataloader.dataset_path} are two "
             "folders. Give one of them."

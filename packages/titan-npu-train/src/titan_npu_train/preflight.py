@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import io
+import re
 import json
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
@@ -248,7 +249,8 @@ def _unbox(text: str) -> str:
             break
         if inside:
             words.append(content)
-    return " ".join(" ".join(words).split())
+    # "Error parsing dsa: ": the message that follows names the option itself.
+    return re.sub(r"^Error parsing [\w.-]+: ", "", " ".join(" ".join(words).split()))
 
 
 # ------------------------------------------------------------------------------------ checking it

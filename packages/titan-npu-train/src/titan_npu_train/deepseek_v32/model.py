@@ -115,6 +115,7 @@ def _check_parallelism(parallelism) -> None:
         if (value := getattr(parallelism, degree)) > 1:
             raise ValueError(
                 f"parallelism.{degree} is {value}: sparse attention does not support {what} "
-                f"parallelism in this version; set it to 1 and use data_parallel_shard_degree, "
+                "parallelism in this version, and the 671B configurations wait for it. Where the "
+                "model fits, set it to 1 and use data_parallel_shard_degree, "
                 "data_parallel_replicate_degree or expert_parallel_degree"
             )
