@@ -12,8 +12,8 @@ import functools
 import importlib
 import inspect
 import io
-import re
 import json
+import re
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path

@@ -40,7 +40,11 @@ class MTPBlock(MTPTransformerBlock):
             weight_BS = attention_masks.kl_weight_BS * mtp_input_valid_mask
             attention_masks = attention_masks._replace(kl_weight_BS=weight_BS)
         return super().forward(
-            mtp_input_embed, prev_embed, mtp_input_valid_mask, attention_masks, positions
+            mtp_input_embed,
+            prev_embed,
+            mtp_input_valid_mask,
+            attention_masks,  # pyrefly: ignore[bad-argument-type]
+            positions,
         )
 
 
