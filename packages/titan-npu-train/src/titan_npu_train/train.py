@@ -5,6 +5,7 @@ torchtitan's own entry point, on the platform that was found, with failures in w
 """
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -164,8 +165,9 @@ def _die_with_launcher() -> None:
 
 if __name__ == "__main__":
     code = main()
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        # Not sys.exit: tearing down process groups whose peers are gone may block.
-        os._exit(code)
+    # Not sys.exit: everything is closed, and tearing down what is left may block (process groups
+    # whose peers are gone) or abort (accelerator runtimes).
+    os._exit(code)
