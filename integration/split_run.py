@@ -8,6 +8,7 @@ After training, OUT holds the LM loss, each layer's indexer loss, the gradient n
 gradients of every step, and the smallest gaps between a query's k-th and (k+1)-th index score.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -129,3 +130,6 @@ def watch_gaps() -> list[float]:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # torch 2.14 now and then aborts when an interpreter that used Gloo shuts down
