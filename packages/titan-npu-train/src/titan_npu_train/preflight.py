@@ -249,8 +249,9 @@ def _unbox(text: str) -> str:
             break
         if inside:
             words.append(content)
-    # "Error parsing dsa: ": the message that follows names the option itself.
-    return re.sub(r"^Error parsing [\w.-]+: ", "", " ".join(" ".join(words).split()))
+    # "Error parsing dsa: ": what follows names the option itself. What follows "Error parsing
+    # --training.steps: " is Python's own text and does not.
+    return re.sub(r"^Error parsing \w[\w.-]*: ", "", " ".join(" ".join(words).split()))
 
 
 # ------------------------------------------------------------------------------------ checking it
