@@ -24,6 +24,13 @@ def tensor(name: str, x: Tensor, dims: str) -> None:
         raise bad(name, f"shape {_shape(x)}", f"expected {len(dims.split())} dimensions [{layout}]")
 
 
+def at_least_1d(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; expected a torch.Tensor")
+    if x.dim() == 0:
+        raise bad(name, "shape ()", "expected at least one dimension")
+
+
 def floating(name: str, x: Tensor) -> None:
     if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise bad(name, x.dtype, "expected float64, float32, bfloat16 or float16")
@@ -33,6 +40,23 @@ def dtype(name: str, x: Tensor, allowed: Sequence[torch.dtype], why: str = "") -
     if x.dtype not in allowed:
         names = " or ".join(str(d).removeprefix("torch.") for d in dict.fromkeys(allowed))
         raise bad(name, x.dtype, f"expected {names}{why}")
+
+
+def no_gradient(name: str, x: Tensor, why: str) -> None:
+    if x.requires_grad:
+        raise bad(name, "a tensor that requires grad", f"{why}; pass {name}.detach()")
+
+
+def choice(name: str, value: object, options: Sequence[str]) -> None:
+    if value not in options:
+        raise bad(name, repr(value), f"expected one of {', '.join(map(repr, options))}")
+
+
+def whole_number(name: str, value: object, low: int, high: int) -> None:
+    """An int in [low, high]; a symbolic size counts as one."""
+    number = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not number or not low <= value <= high:
+        raise bad(name, repr(value), f"expected an int in [{low}, {high}]")
 
 
 def same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
@@ -117,6 +141,50 @@ def indices(x: Tensor, B: int, S: int, T: int, *, validate: bool) -> None:
             b, s, j = twice.nonzero()[0].tolist()
             got = f"key {int(ordered[b, s, j])} more than once in row [{b}, {s}]"
             raise bad("indices", got, "expected every key at most once in a row")
+
+
+def eps(value: float) -> None:
+    number = isinstance(value, (int, float, torch.SymFloat, torch.SymInt))
+    if isinstance(value, bool) or not number or not 0 <= value < math.inf:
+        raise bad("eps", repr(value), "expected a finite float >= 0")
+
+
+def group_ends(name: str, x: Tensor, G: int, N: int, *, validate: bool) -> None:
+    """`counts` or `offsets` of a grouped matmul over N rows."""
+    tensor(name, x, "G")
+    dtype(name, x, (torch.int32, torch.int64))
+    shape(name, x, G=G)
+    if validate:
+        _readable()
+        steps = x.diff(prepend=x.new_zeros(1)) if name == "offsets" else x
+        if (steps < 0).any():
+            g = int((steps < 0).nonzero()[0])
+            order = ">= 0 and none below the one before it" if name == "offsets" else ">= 0"
+            raise bad(name, f"{int(x[g])} at [{g}]", f"expected values {order}")
+        total = int(steps.sum())
+        if total > N:
+            raise bad(name, f"{total} rows in all", f"expected at most N={N}, the rows of x")
+
+
+def slots(name: str, x: Tensor, count: int, *, distinct: bool, validate: bool) -> None:
+    """Numbers below `count` or -1: experts of tokens, or rows (`distinct`) of slots."""
+    tensor(name, x, "N k")
+    dtype(name, x, (torch.int32, torch.int64))
+    not_empty(name, x, k=1)
+    if x.numel() > INT32_MAX:
+        want = f"expected at most {INT32_MAX} slots N * k, as rows are int32"
+        raise bad(name, f"shape {_shape(x)}", want)
+    if validate:
+        _readable()
+        if ((x < -1) | (x >= count)).any():
+            got = f"values in [{int(x.min())}, {int(x.max())}]"
+            raise bad(name, got, f"expected -1 (not here) or a number in [0, {count})")
+        if distinct:
+            ordered = x[x >= 0].sort().values
+            twice = ordered[1:][ordered[1:] == ordered[:-1]]
+            if twice.numel():
+                got = f"row {int(twice[0])} more than once"
+                raise bad(name, got, "expected every row in at most one slot")
 
 
 def target(x: Tensor, *, validate: bool) -> None:

@@ -22,7 +22,7 @@ class DSAOutput(NamedTuple):
     indices: Tensor
     """int32 [B, S, K] selected keys, -1 in empty slots."""
     kl: Tensor | None
-    """[B, S] indexer loss per token, or None if it was switched off."""
+    """[B, S] indexer loss per token (or their sum), or None if it was switched off."""
 
 
 def dsa_attention(
@@ -38,6 +38,8 @@ def dsa_attention(
     bounds: Tensor | None = None,
     reduce_target: Callable[[Tensor], Tensor] | None = None,
     compute_kl: bool = True,
+    kl_backend: str | None = None,
+    kl_reduction: str = "none",
     backend: str | None = None,
     validate: bool = False,
 ) -> DSAOutput:
@@ -54,11 +56,14 @@ def dsa_attention(
             returns the one to use. Tensor parallel ranks, with some of the heads each, all-reduce
             here; every rank then has the loss over all heads.
         compute_kl: False skips target and loss; no indexer tensor is then kept for the backward.
+        kl_backend: the backend of target and loss; `backend` if None.
+        kl_reduction: "none" for the loss per token, "sum" for its sum over B and S, a scalar.
         backend: see `backends`.
         validate: check values too (synchronises with the device).
 
     Raises:
-        ValueError: as the single operators; `q` and `q_index` of different B or S.
+        ValueError: as the single operators; `q` and `q_index` of different B or S, unknown
+            `kl_reduction`.
     """
     checks.tensor("q", q, "B S H D")
     checks.tensor("kv", kv, "B T D")
@@ -71,17 +76,22 @@ def dsa_attention(
         want = f"expected [B, T] = {tuple(kv.shape[:2])}, as kv has"
         raise checks.bad("k_index", f"shape {tuple(k_index.shape)}", want)
 
+    checks.choice("kl_reduction", kl_reduction, ("none", "sum"))
+    kl_backend = backend if kl_backend is None else kl_backend
+
     indices, _ = lightning_indexer(
         q_index, k_index, weights, topk=topk, bounds=bounds, backend=backend, validate=validate
     )
     out, lse = sparse_attention(q, kv, indices, scale=scale, v_dim=v_dim, backend=backend)
     kl = None
     if compute_kl:
-        target = attention_target(q, kv, indices, lse, scale=scale, backend=backend)
+        target = attention_target(q, kv, indices, lse, scale=scale, backend=kl_backend)
         if reduce_target is not None:
             target = reduce_target(target)
             if not isinstance(target, Tensor):
                 got = f"a function that returned {type(target).__name__}"
                 raise checks.bad("reduce_target", got, "expected it to return the reduced target")
-        kl = indexer_kl_loss(q_index, k_index, weights, indices, target, backend=backend)
+        kl = indexer_kl_loss(q_index, k_index, weights, indices, target, backend=kl_backend)
+        if kl_reduction == "sum":
+            kl = kl.sum()
     return DSAOutput(out, lse, indices, kl)

@@ -9,11 +9,26 @@ reads nothing of the caller's (0 * NaN of a hidden row is NaN), and its gradient
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from npu_dsa_kernels.backends.base import (  # noqa: F401 - this module is the whole backend
+    grouped_matmul,
+    grouped_matmul_backward,
+    moe_permute,
+    moe_permute_backward,
+    moe_unpermute,
+    moe_unpermute_backward,
+    rms_norm,
+    rms_norm_backward,
+    rotary_mul,
+    rotary_mul_backward,
+    swiglu,
+    swiglu_backward,
+)
 from npu_dsa_kernels.backends.precision import compute_dtype
 
 # B batch, S queries, T keys, H heads, D head dim, V value dim, K selected keys
@@ -236,6 +251,119 @@ def indexer_kl_loss_backward(
         dk_nKD = torch.bmm(ds_nHK.transpose(1, 2), q_nHD)
         d_table_RD.index_add_(0, slot_nK.flatten(), dk_nKD.flatten(0, 1))
     return dq_NHD.view(B, S, H, D), _untable(d_table_RD, k_BTD), dw_NH.view(B, S, H)
+
+
+def dense_indexer_kl_loss(
+    q_index_BSHD: Tensor,
+    k_index_BTD: Tensor,
+    w_BSH: Tensor,
+    q_BSHD: Tensor,
+    kv_BTD: Tensor,
+    bounds_BS2: Tensor | None,
+    scale: float,
+) -> Tensor:
+    dtype = compute_dtype(q_index_BSHD.dtype)
+    loss_BS = q_index_BSHD.new_zeros(q_index_BSHD.shape[:2], dtype=dtype)
+    blocks = _dense_blocks(q_index_BSHD, k_index_BTD, w_BSH, q_BSHD, kv_BTD, bounds_BS2, scale)
+    for b, rows, _, p_nC, log_y_nC, _ in blocks:
+        terms_nC = p_nC.log().sub_(log_y_nC).mul_(p_nC)
+        loss_BS[b, rows] = terms_nC.masked_fill_(p_nC == 0, 0.0).sum(-1)  # 0 log 0 = 0
+    return loss_BS
+
+
+def dense_indexer_kl_loss_backward(
+    d_loss_BS: Tensor,
+    q_index_BSHD: Tensor,
+    k_index_BTD: Tensor,
+    w_BSH: Tensor,
+    q_BSHD: Tensor,
+    kv_BTD: Tensor,
+    bounds_BS2: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    H, D = q_index_BSHD.shape[2:]
+    dtype = compute_dtype(q_index_BSHD.dtype)
+    dq_BSHD = torch.zeros_like(q_index_BSHD, memory_format=torch.contiguous_format)
+    dw_BSH = torch.zeros_like(w_BSH, memory_format=torch.contiguous_format)
+    dk_BTD = k_index_BTD.new_zeros(k_index_BTD.shape, dtype=dtype)
+    blocks = _dense_blocks(q_index_BSHD, k_index_BTD, w_BSH, q_BSHD, kv_BTD, bounds_BS2, scale)
+    for b, rows, keys, p_nC, log_y_nC, hidden_nC in blocks:
+        # dI = y - p, exactly.
+        di_nC = log_y_nC.exp_().sub_(p_nC).mul_(d_loss_BS[b, rows].to(dtype).unsqueeze(-1))
+        di_nC.masked_fill_(hidden_nC, 0.0)
+        # A pair that counts has its NaN in dI. In the factors below it would reach hidden pairs,
+        # whose dI is 0, as 0 * NaN.
+        q_nHD, w_nH = _finite(q_index_BSHD[b, rows], dtype), _finite(w_BSH[b, rows], dtype)
+        k_CD = _finite(k_index_BTD[b, keys], dtype)
+        for heads in _head_blocks(H, di_nC):
+            q_mD = q_nHD[:, heads].reshape(-1, D)
+            relu_nhC = (q_mD @ k_CD.T).view(di_nC.shape[0], -1, di_nC.shape[1]).relu_()
+            dw_BSH[b, rows, heads] = (
+                torch.bmm(relu_nhC, di_nC.unsqueeze(-1)).squeeze(-1).to(w_BSH.dtype)
+            )
+            ds_nhC = relu_nhC.sign_().mul_(di_nC.unsqueeze(1)).mul_(w_nH[:, heads].unsqueeze(-1))
+            ds_mC = ds_nhC.flatten(0, 1)
+            dq_BSHD[b, rows, heads] = (ds_mC @ k_CD).view(q_nHD[:, heads].shape).to(dq_BSHD.dtype)
+            dk_BTD[b, keys].addmm_(ds_mC.T, q_mD)
+    return dq_BSHD, dk_BTD.to(k_index_BTD.dtype), dw_BSH
+
+
+def _dense_blocks(
+    q_index_BSHD: Tensor,
+    k_index_BTD: Tensor,
+    w_BSH: Tensor,
+    q_BSHD: Tensor,
+    kv_BTD: Tensor,
+    bounds_BS2: Tensor | None,
+    scale: float,
+) -> Iterator[tuple[int, slice, slice, Tensor, Tensor, Tensor]]:
+    """Blocks of queries with all the keys any of them sees: batch, queries, keys, target p [n, C],
+    log of the prediction y [n, C], and hidden pairs [n, C], whose p is 0.
+
+    Heads are taken a few at a time, so a block holds n x C whatever their number.
+    """
+    (S, H, D), T, device = q_BSHD.shape[1:], kv_BTD.shape[1], q_BSHD.device
+    dtype, target_dtype = compute_dtype(q_index_BSHD.dtype), compute_dtype(q_BSHD.dtype)
+    step = _block_rows(S, T * dtype.itemsize, device)
+    for b, s in itertools.product(range(q_BSHD.shape[0]), range(0, S, step)):
+        rows = slice(s, min(s + step, S))
+        n = rows.stop - rows.start
+        lo_n, hi_n, first, last = _key_range(bounds_BS2, b, rows, T, device)
+        if first >= last:
+            continue
+        keys = slice(first, last)
+        key_C = torch.arange(first, last, device=device)
+        hidden_nC = (key_C < lo_n[:, None]) | (key_C >= hi_n[:, None])
+        # Rows without keys go through the softmax as they are: hidden_nC takes them out after it.
+        masked_nC = hidden_nC & ~hidden_nC.all(-1, keepdim=True)
+
+        q_nHD, kv_CD = q_BSHD[b, rows].to(target_dtype) * scale, kv_BTD[b, keys].to(target_dtype)
+        p_nC = kv_CD.new_zeros(hidden_nC.shape)
+        for heads in _head_blocks(H, p_nC):
+            logits_nhC = (q_nHD[:, heads].reshape(-1, D) @ kv_CD.T).view(n, -1, last - first)
+            logits_nhC.masked_fill_(masked_nC.unsqueeze(1), float("-inf"))
+            p_nC += logits_nhC.softmax(-1).sum(1)
+        p_nC = p_nC.div_(p_nC.sum(-1, keepdim=True)).masked_fill_(hidden_nC, 0.0).to(dtype)
+
+        q_nHD, w_nH = q_index_BSHD[b, rows].to(dtype), w_BSH[b, rows].to(dtype)
+        k_CD = k_index_BTD[b, keys].to(dtype)
+        scores_nC = k_CD.new_zeros(hidden_nC.shape)
+        for heads in _head_blocks(q_nHD.shape[1], scores_nC):
+            dots_mC = q_nHD[:, heads].reshape(-1, k_CD.shape[1]) @ k_CD.T
+            relu_nhC = dots_mC.view(n, -1, last - first).relu_()
+            scores_nC += torch.bmm(w_nH[:, heads].unsqueeze(1), relu_nhC).squeeze(1)
+        log_y_nC = scores_nC.masked_fill_(masked_nC, float("-inf")).log_softmax(-1)
+        yield b, rows, keys, p_nC, log_y_nC, hidden_nC
+
+
+def _head_blocks(H: int, x_nC: Tensor) -> Iterator[slice]:
+    step = _block_rows(H, x_nC.nbytes // 2, x_nC.device)
+    for start in range(0, H, step):
+        yield slice(start, min(start + step, H))
+
+
+def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).nan_to_num(0.0, 0.0, 0.0)
 
 
 def hadamard(x: Tensor, scale: float) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 from npu_dsa_kernels.backends.precision import compute_dtype
 
 # B batch, S queries, T keys, H heads, D head dim, K selected keys (indexer heads and dim likewise)
+# N rows or tokens, G groups, I and O input and output features, E experts, k experts of a token,
+# M rows of the permuted tokens, S = N * k slots
 
 
 def lightning_indexer(
@@ -19,11 +21,7 @@ def lightning_indexer(
     dots_BSHT = torch.einsum("bshd,btd->bsht", q_BSHD.to(dtype), k_BTD.to(dtype))
     scores_BST = (w_BSH.to(dtype).unsqueeze(-1) * dots_BSHT.relu()).sum(2)
 
-    key_T = torch.arange(T, device=q_BSHD.device)
-    if bounds_BS2 is None:
-        visible_BST = (key_T <= torch.arange(S, device=q_BSHD.device)[:, None]).expand(B, S, T)
-    else:
-        visible_BST = (key_T >= bounds_BS2[..., :1]) & (key_T < bounds_BS2[..., 1:])
+    visible_BST = _visible(bounds_BS2, B, S, T, q_BSHD.device)
     return sorted_topk(scores_BST, visible_BST, topk)
 
 
@@ -116,3 +114,100 @@ def hadamard(x: Tensor, scale: float) -> Tensor:
         y = torch.stack([a + b, a - b], dim=-2).reshape(x.shape)
         half *= 2
     return (y * scale).to(x.dtype)
+
+
+def dense_indexer_kl_loss(
+    q_index_BSHD: Tensor,
+    k_index_BTD: Tensor,
+    w_BSH: Tensor,
+    q_BSHD: Tensor,
+    kv_BTD: Tensor,
+    bounds_BS2: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The sparse loss with every visible key selected."""
+    B, S, T = q_BSHD.shape[0], q_BSHD.shape[1], kv_BTD.shape[1]
+    visible_BST = _visible(bounds_BS2, B, S, T, q_BSHD.device)
+    key_T = torch.arange(T, device=q_BSHD.device, dtype=torch.int32)
+    indices_BST = torch.where(visible_BST, key_T, -1)
+    _, lse_BSH = sparse_attention(q_BSHD, kv_BTD, indices_BST, scale, v_dim=1)
+    target_BST = attention_target(q_BSHD, kv_BTD, indices_BST, lse_BSH, scale)
+    return indexer_kl_loss(q_index_BSHD, k_index_BTD, w_BSH, indices_BST, target_BST)
+
+
+def _visible(bounds_BS2: Tensor | None, B: int, S: int, T: int, device: torch.device) -> Tensor:
+    key_T = torch.arange(T, device=device)
+    if bounds_BS2 is None:
+        return (key_T <= torch.arange(S, device=device)[:, None]).expand(B, S, T)
+    return (key_T >= bounds_BS2[..., :1]) & (key_T < bounds_BS2[..., 1:])
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    y = x.to(compute_dtype(x.dtype))
+    y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+def rotary_mul(x_BSHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    dtype = compute_dtype(x_BSHD.dtype)
+    cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
+    y_BSHD = x_BSHD.to(dtype)
+    if interleaved:
+        pairs = y_BSHD.unflatten(-1, (-1, 2))
+        rotated_BSHD = torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
+    else:
+        first, second = y_BSHD.chunk(2, -1)
+        rotated_BSHD = torch.cat([-second, first], -1)
+    return (y_BSHD * cos + rotated_BSHD * sin).to(x_BSHD.dtype)
+
+
+def swiglu(x: Tensor, dim: int) -> Tensor:
+    a, b = x.to(compute_dtype(x.dtype)).chunk(2, dim)
+    return (a * a.sigmoid() * b).to(x.dtype)
+
+
+def grouped_matmul(x_NI: Tensor, w_GIO: Tensor, ends_G: Tensor) -> Tensor:
+    """Every row with a weight of its own: the group is the number of ends at or before it."""
+    dtype, G = compute_dtype(x_NI.dtype), w_GIO.shape[0]
+    row_N = torch.arange(x_NI.shape[0], device=x_NI.device)
+    group_N = (row_N[:, None] >= ends_G).sum(-1)
+    beyond_N1 = (group_N == G)[:, None]
+    w_NIO = w_GIO.to(dtype)[group_N.clamp(max=G - 1)]
+    x_NI = x_NI.to(dtype).masked_fill(beyond_N1, 0.0)
+    y_NO = torch.einsum("ni,nio->no", x_NI, w_NIO)
+    return y_NO.masked_fill(beyond_N1, 0.0).to(w_GIO.dtype)
+
+
+def moe_permute(
+    tokens_ND: Tensor, experts_Nk: Tensor, probs_Nk: Tensor | None, E: int, M: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A slot's row: the slots of smaller experts, and those before it of its own."""
+    N, k = experts_Nk.shape
+    expert_E = torch.arange(E, device=experts_Nk.device)
+    mine_SE = experts_Nk.reshape(-1, 1) == expert_E
+    counts_E = mine_SE.sum(0)
+    starts_E = counts_E.cumsum(0) - counts_E
+    row_SE = starts_E + mine_SE.cumsum(0) - 1
+    row_S = row_SE.masked_fill(~mine_SE, 0).sum(-1)
+    row_S = torch.where(mine_SE.any(-1) & (row_S < M), row_S, M)  # row M takes what is dropped
+
+    def permuted(x: Tensor) -> Tensor:
+        return x.new_zeros(M + 1, *x.shape[1:]).index_put((row_S,), x)[:M]
+
+    return (
+        permuted(tokens_ND.repeat_interleave(k, 0)),
+        tokens_ND.new_empty(0) if probs_Nk is None else permuted(probs_Nk.reshape(-1)),
+        torch.where(row_S == M, -1, row_S).int().view(N, k),
+        (starts_E + counts_E).clamp(max=M) - starts_E.clamp(max=M),
+    )
+
+
+def moe_unpermute(x_MD: Tensor, rows_Nk: Tensor, probs_Nk: Tensor | None) -> Tensor:
+    dtype = compute_dtype(x_MD.dtype)
+    x_1MD = x_MD.to(dtype).unsqueeze(0)
+    parts_1NkD, valid_1Nk = gather_rows(x_1MD, rows_Nk.unsqueeze(0))
+    parts_NkD, valid_Nk = parts_1NkD[0], valid_1Nk[0]
+    if probs_Nk is not None:
+        probs_Nk = probs_Nk.to(dtype).masked_fill(~valid_Nk, 0.0)
+        parts_NkD = parts_NkD * probs_Nk.unsqueeze(-1)
+    return parts_NkD.sum(1).to(x_MD.dtype)
