@@ -162,7 +162,7 @@ Q, K, W = torch.randn(2, 8, 3, 4), torch.randn(2, 8, 4), torch.randn(2, 8, 3)
         ({"bounds": torch.zeros(2, 8).int()}, r"bounds: got shape \(2, 8\)"),
         ({"bounds": torch.zeros(2, 8, 2, device="meta").int()}, r"bounds: got device meta"),
         ({"backend": "cuda"}, r"backend: got 'cuda'; expected one of reference, torch"),
-        ({"backend": "npu"}, r"backend: got 'npu'; it is not in this version"),
+        ({"backend": "npu"}, r"backend: got 'npu'; it is not usable here"),
     ],
 )
 def test_bad_input(change, message):

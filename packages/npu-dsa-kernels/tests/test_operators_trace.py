@@ -59,10 +59,10 @@ def test_opcheck(name):
 
 
 def test_opcheck_covers_every_operator():
-    registered = torch._C._dispatch_get_all_op_names()
-    assert {n.removeprefix("npu_dsa::") for n in registered if n.startswith("npu_dsa::")} == set(
-        samples()
-    )
+    names = torch._C._dispatch_get_all_op_names()
+    registered = {n.removeprefix("npu_dsa::") for n in names if n.startswith("npu_dsa::")}
+    of_npu_only = {"fused_kl_loss", "fused_kl_loss_backward"}  # in test_npu_dsa.py
+    assert registered == set(samples()) | of_npu_only
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

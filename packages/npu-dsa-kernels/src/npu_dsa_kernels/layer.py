@@ -6,6 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from npu_dsa_kernels import checks
+from npu_dsa_kernels.backends import resolve
+from npu_dsa_kernels.ops._fused_kl import fused_kl_loss
 from npu_dsa_kernels.ops.attention_target import attention_target
 from npu_dsa_kernels.ops.indexer_kl_loss import indexer_kl_loss
 from npu_dsa_kernels.ops.lightning_indexer import lightning_indexer
@@ -56,14 +58,16 @@ def dsa_attention(
             returns the one to use. Tensor parallel ranks, with some of the heads each, all-reduce
             here; every rank then has the loss over all heads.
         compute_kl: False skips target and loss; no indexer tensor is then kept for the backward.
-        kl_backend: the backend of target and loss; `backend` if None.
+        kl_backend: the backend of target and loss; `backend` if None. "npu" computes both in one
+            operator, over all heads and only as a sum; "torch" runs on the same device without
+            these conditions.
         kl_reduction: "none" for the loss per token, "sum" for its sum over B and S, a scalar.
         backend: see `backends`.
         validate: check values too (synchronises with the device).
 
     Raises:
         ValueError: as the single operators; `q` and `q_index` of different B or S, unknown
-            `kl_reduction`.
+            `kl_reduction`, or one that `kl_backend` does not have, `reduce_target` on "npu".
     """
     checks.tensor("q", q, "B S H D")
     checks.tensor("kv", kv, "B T D")
@@ -78,13 +82,29 @@ def dsa_attention(
 
     checks.choice("kl_reduction", kl_reduction, ("none", "sum"))
     kl_backend = backend if kl_backend is None else kl_backend
+    fused_kl = compute_kl and resolve(kl_backend, q.device) == "npu"
+    if fused_kl and kl_reduction != "sum":
+        want = (
+            "expected 'sum' on backend 'npu', whose operator sums over the tokens; "
+            "kl_backend='torch' computes the loss per token on the same device"
+        )
+        raise checks.bad("kl_reduction", repr(kl_reduction), want)
+    if fused_kl and reduce_target is not None:
+        want = (
+            "expected None on backend 'npu', whose operator keeps the target to itself: give each "
+            "rank all heads of its share of the tokens (an all-to-all of q before this call and of "
+            "out after it), or pass kl_backend='torch'"
+        )
+        raise checks.bad("reduce_target", "a function", want)
 
     indices, _ = lightning_indexer(
         q_index, k_index, weights, topk=topk, bounds=bounds, backend=backend, validate=validate
     )
     out, lse = sparse_attention(q, kv, indices, scale=scale, v_dim=v_dim, backend=backend)
     kl = None
-    if compute_kl:
+    if fused_kl:
+        kl = fused_kl_loss(q, kv, q_index, k_index, weights, indices, lse, bounds, scale, "npu")
+    elif compute_kl:
         target = attention_target(q, kv, indices, lse, scale=scale, backend=kl_backend)
         if reduce_target is not None:
             target = reduce_target(target)

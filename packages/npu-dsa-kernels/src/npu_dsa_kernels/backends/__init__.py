@@ -6,20 +6,17 @@ from types import ModuleType
 import torch
 
 from npu_dsa_kernels import checks
-from npu_dsa_kernels.backends import blocked
+from npu_dsa_kernels.backends import blocked, compiled, npu
+from npu_dsa_kernels.backends.npu import limits
 
 ENVIRONMENT_VARIABLE = "NPU_DSA_BACKEND"
 
 # Backends behind the custom operators. "reference" is not among them: it is plain differentiable
 # torch code and needs no operator of its own.
-_KERNELS: dict[str, ModuleType] = {"torch": blocked}
+_KERNELS: dict[str, ModuleType] = {"torch": blocked, "npu": npu}
 
-_STATUS = {
-    "reference": "available",
-    "torch": "available",
-    "triton": "not in this version: no Triton kernels are shipped yet; use 'torch'",
-    "npu": "not in this version: torch_npu's fused operators are not bound yet; use 'torch'",
-}
+_TRITON = "not in this version: no Triton kernels are shipped yet; use 'torch'"
+_NAMES = ("reference", "torch", "triton", "npu", "compiled")
 
 
 def backends() -> dict[str, str]:
@@ -27,31 +24,47 @@ def backends() -> dict[str, str]:
 
     ``reference``: the formulas as written, over all S x T scores, differentiated by autograd.
     ``torch``: blocked over queries on any device, memory linear in the sequence length.
-    ``triton``, ``npu``: fused kernels. The default is the best one available for the device of
-    the arguments; the environment variable ``NPU_DSA_BACKEND`` overrides the default, and the
-    `backend` argument overrides both.
+    ``compiled``: no backend of its own; which compiled kernels serve ``torch`` on CPU, or why none.
+    ``triton``, ``npu``: fused kernels. The default is ``npu`` for tensors on an NPU and ``torch``
+    for all others; where ``npu`` is not available, or does not take some argument, an error says
+    so, since a default that quietly ran something slower would be the worse one. The environment
+    variable ``NPU_DSA_BACKEND`` overrides the default, and the `backend` argument overrides both.
+
+    To find out about ``npu``, torch_npu is imported if it is installed.
     """
-    return dict(_STATUS)
+    return {name: _status(name) for name in _NAMES}
+
+
+def _status(name: str) -> str:
+    if name == "npu":
+        return npu.status()
+    if name == "compiled":
+        return compiled.status()
+    return _TRITON if name == "triton" else "available"
 
 
 def resolve(backend: str | None, device: torch.device) -> str:
     """The backend to run on `device`: the argument, else the environment, else the default.
 
     Raises:
-        ValueError: the name is unknown or the backend is not available.
+        ValueError: the name is unknown, or the backend is not available or not for `device`.
     """
     source = "backend"
     if backend is None:
         backend = os.environ.get(ENVIRONMENT_VARIABLE) or None
         source = ENVIRONMENT_VARIABLE
     if backend is None:
-        return "torch"
-    status = _STATUS.get(backend)
-    if status is None:
-        raise checks.bad(source, repr(backend), f"expected one of {', '.join(_STATUS)}")
+        source = f"backend (the default for {device.type})"
+        backend = "npu" if device.type == "npu" else "torch"
+    if backend not in _NAMES:
+        raise checks.bad(source, repr(backend), f"expected one of {', '.join(_NAMES)}")
+    status = _status(backend)
     if status != "available":
-        usable = [name for name, s in _STATUS.items() if s == "available"]
-        raise checks.bad(source, repr(backend), f"it is {status} (available: {', '.join(usable)})")
+        usable = [name for name, s in backends().items() if s == "available"]
+        want = f"it is {status} (available: {', '.join(usable)})"
+        raise checks.bad(source, repr(backend), want)
+    if backend == "npu" and device.type not in (limits.current().device, "meta"):
+        raise checks.bad(source, "'npu'", f"expected tensors on an NPU, these are on {device}")
     return backend
 
 

@@ -44,11 +44,13 @@ def sparse_attention(
     Returns:
         out: [B, S, H, v_dim] in the dtype of `q`; sums are taken in float32 at least.
         lse: [B, S, H], log-sum-exp of the scaled logits, float32 (float64 for float64 inputs).
-            Differentiable too.
+            Differentiable too, but not on backend "npu".
 
     Raises:
         ValueError: wrong rank, shape, dtype or device, scale not finite, v_dim outside of [1, D],
             indices outside of [-1, T) or repeated (with `validate`), unknown backend.
+        RuntimeError: at a double backward through any backend but "reference", and where a gradient
+            of `lse` arrives on backend "npu".
     """
     _check(q, kv, indices, scale, validate=validate)
     D = q.shape[3]
@@ -97,7 +99,7 @@ def _(
 @torch.library.custom_op("npu_dsa::sparse_attention_backward", mutates_args=())
 def _sparse_attention_backward(
     d_out: Tensor,
-    d_lse: Tensor,
+    d_lse: Tensor | None,
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -115,7 +117,7 @@ def _sparse_attention_backward(
 @_sparse_attention_backward.register_fake
 def _(
     d_out: Tensor,
-    d_lse: Tensor,
+    d_lse: Tensor | None,
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -130,10 +132,15 @@ def _(
 def _setup_context(ctx, inputs, output) -> None:
     q, kv, indices, ctx.scale, _, ctx.backend = inputs
     ctx.save_for_backward(q, kv, indices, *output)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, d_out: Tensor, d_lse: Tensor):
+def _backward(ctx, d_out: Tensor | None, d_lse: Tensor | None):
     q, kv, indices, out, lse = ctx.saved_tensors
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    if d_lse is None and ctx.backend != "npu":  # whose kernel has no gradient of lse
+        d_lse = torch.zeros_like(lse)
     dq, dkv = _sparse_attention_backward(
         d_out, d_lse, q, kv, indices, out, lse, ctx.scale, ctx.backend
     )
