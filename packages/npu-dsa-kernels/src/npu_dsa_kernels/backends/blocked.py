@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from npu_dsa_kernels.backends import compiled
 from npu_dsa_kernels.backends.base import (  # noqa: F401 - this module is the whole backend
     grouped_matmul,
     grouped_matmul_backward,
@@ -46,6 +47,8 @@ _INT64_MIN = -(2**63)
 def lightning_indexer(
     q_BSHD: Tensor, k_BTD: Tensor, w_BSH: Tensor, bounds_BS2: Tensor | None, topk: int
 ) -> tuple[Tensor, Tensor]:
+    if compiled.takes(q_BSHD, k_BTD):
+        return compiled.lightning_indexer(q_BSHD, k_BTD, w_BSH, bounds_BS2, topk)
     B, S, H, D = q_BSHD.shape
     T = k_BTD.shape[1]
     dtype = compute_dtype(q_BSHD.dtype)
@@ -115,6 +118,8 @@ def _ordered_topk(scores_nC: Tensor, hidden_nC: Tensor, k: int) -> tuple[Tensor,
 def sparse_attention(
     q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, scale: float, v_dim: int
 ) -> tuple[Tensor, Tensor]:
+    if compiled.takes(q_BSHD, kv_BTD):
+        return compiled.sparse_attention(q_BSHD, kv_BTD, indices_BSK, scale, v_dim)
     B, S, H, D = q_BSHD.shape
     K = indices_BSK.shape[2]
     dtype = compute_dtype(q_BSHD.dtype)
@@ -147,6 +152,10 @@ def sparse_attention_backward(
     lse_BSH: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    if compiled.takes(q_BSHD, kv_BTD):
+        return compiled.sparse_attention_backward(
+            d_out_BSHV, d_lse_BSH, q_BSHD, kv_BTD, indices_BSK, lse_BSH, scale
+        )
     B, S, H, D = q_BSHD.shape
     T, K, V = kv_BTD.shape[1], indices_BSK.shape[2], out_BSHV.shape[3]
     dtype = compute_dtype(q_BSHD.dtype)
@@ -184,6 +193,8 @@ def sparse_attention_backward(
 def attention_target(
     q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, lse_BSH: Tensor, scale: float
 ) -> Tensor:
+    if compiled.takes(q_BSHD, kv_BTD):
+        return compiled.attention_target(q_BSHD, kv_BTD, indices_BSK, lse_BSH, scale)
     B, S, H, D = q_BSHD.shape
     K = indices_BSK.shape[2]
     dtype = compute_dtype(q_BSHD.dtype)
@@ -201,6 +212,8 @@ def attention_target(
 def indexer_kl_loss(
     q_BSHD: Tensor, k_BTD: Tensor, w_BSH: Tensor, indices_BSK: Tensor, target_BSK: Tensor
 ) -> Tensor:
+    if compiled.takes(q_BSHD, k_BTD):
+        return compiled.indexer_kl_loss(q_BSHD, k_BTD, w_BSH, indices_BSK, target_BSK)
     B, S, H, D = q_BSHD.shape
     K = indices_BSK.shape[2]
     dtype = compute_dtype(q_BSHD.dtype)
@@ -226,6 +239,10 @@ def indexer_kl_loss_backward(
     indices_BSK: Tensor,
     target_BSK: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if compiled.takes(q_BSHD, k_BTD):
+        return compiled.indexer_kl_loss_backward(
+            d_loss_BS, q_BSHD, k_BTD, w_BSH, indices_BSK, target_BSK
+        )
     B, S, H, D = q_BSHD.shape
     K = indices_BSK.shape[2]
     dtype = compute_dtype(q_BSHD.dtype)
