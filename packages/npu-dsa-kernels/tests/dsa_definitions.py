@@ -4,6 +4,7 @@ Also the inputs they are tried on. Gradients of the definitions come from autogr
 worth of plain arithmetic, so they are independent of the operators' own backwards.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+EVERY = tuple(itertools.product(("reference", "torch"), TOLERANCE))
+"""(backend, dtype): each random case runs on all of them against one run of the definition."""
 
 
 # --- definitions ---------------------------------------------------------------------------------
@@ -101,6 +104,33 @@ def indexer_kl_loss(q, k, w, indices, target):
                 p = float(target[b, t, j]) / mass
                 if p > 0:
                     loss = loss + p * (math.log(p) - log_y_j)
+            losses.append(loss)
+    return torch.stack(losses).view(B, S)
+
+
+def dense_indexer_kl_loss(q_index, k_index, w, q, kv, scale, bounds=None):
+    B, S = q_index.shape[:2]
+    losses = []
+    for b in range(B):
+        for t in range(S):
+            keys = visible_keys(bounds, b, t, kv.shape[1])
+            loss = torch.zeros((), dtype=q_index.dtype)
+            p = dict.fromkeys(keys, 0.0)
+            for h in range(q.shape[2]):
+                logits = {s: scale * float(q[b, t, h].detach().dot(kv[b, s])) for s in keys}
+                peak = max(logits.values(), default=0.0)
+                total = sum(math.exp(x - peak) for x in logits.values())
+                for s in keys:
+                    p[s] += math.exp(logits[s] - peak) / total / q.shape[2]
+            if keys:
+                scores = torch.stack(
+                    [index_score(q_index[b, t], k_index[b, s], w[b, t]) for s in keys]
+                )
+                peak = scores.max().detach()
+                log_y = scores - peak - (scores - peak).exp().sum().log()
+                for s, log_y_s in zip(keys, log_y, strict=True):
+                    if p[s] > 0:
+                        loss = loss + p[s] * (math.log(p[s]) - log_y_s)
             losses.append(loss)
     return torch.stack(losses).view(B, S)
 

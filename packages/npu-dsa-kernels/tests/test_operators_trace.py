@@ -16,11 +16,18 @@ from npu_dsa_kernels import (
     DSAOutput,
     attention_target,
     causal_bounds,
+    dense_indexer_kl_loss,
     dsa_attention,
+    grouped_matmul,
     hadamard,
     indexer_kl_loss,
     lightning_indexer,
+    moe_permute,
+    moe_unpermute,
+    rms_norm,
+    rotary_mul,
     sparse_attention,
+    swiglu,
 )
 from npu_dsa_kernels.backends import blocked
 
@@ -49,7 +56,56 @@ def samples() -> dict[str, tuple]:
         "attention_target": (*plain[:2], indices, lse, 0.4, "torch"),
         "indexer_kl_loss": (qi, ki, w, indices, target, "torch"),
         "indexer_kl_loss_backward": (lse[..., 0].exp(), *plain[2:], indices, target, "torch"),
+        "dense_indexer_kl_loss": (qi, ki, w, *plain[:2], PACKED.bounds, 0.4, "torch"),
+        "dense_indexer_kl_loss_backward": (
+            *(lse[..., 0].exp(), *plain[2:], *plain[:2], None, 0.4, "torch"),
+        ),
         "hadamard": (torch.randn(3, 8, requires_grad=True), 0.5, "torch"),
+    } | base_samples()
+
+
+def base_samples() -> dict[str, tuple]:
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape, grad=True):
+        return torch.randn(*shape, generator=g).requires_grad_(grad)
+
+    x, table = normal(2, 3, 2, 4, grad=False), normal(3, 4, grad=False)
+    rows = torch.tensor([[0, 3], [2, -1], [1, 4]], dtype=torch.int32)
+    experts, ends = torch.tensor([[0, 1], [-1, 1], [1, 0]]), torch.tensor([2, 2, 5])
+    weight, rstd = normal(4, grad=False), torch.rand(2, 3, 2, 1)
+    rows_x, rows_d, probs = normal(7, 4, grad=False), normal(3, 4, grad=False), torch.rand(3, 2)
+    return {
+        "rms_norm": (normal(2, 3, 4), normal(4), 1e-6, "torch"),
+        "rms_norm_backward": (x, x, weight, rstd, "torch"),
+        "rotary_mul": (normal(2, 3, 2, 4), table, table, True, "torch"),
+        "rotary_mul_backward": (normal(2, 3, 2, 4), table, table, False, "torch"),
+        "swiglu": (normal(2, 6, 3), 1, "torch"),
+        "swiglu_backward": (normal(2, 3, 3, grad=False), normal(2, 6, 3, grad=False), 1, "torch"),
+        "grouped_matmul": (normal(7, 4), normal(3, 4, 5), ends, "torch"),
+        "grouped_matmul_backward": (
+            *(normal(7, 5, grad=False), rows_x, normal(3, 4, 5, grad=False), ends, "torch"),
+        ),
+        "moe_permute": (normal(3, 4), experts, torch.rand(3, 2).requires_grad_(), 2, 7, "torch"),
+        "moe_permute_backward": (rows_x, torch.rand(7), rows, "torch"),
+        "moe_unpermute": (normal(7, 4), rows, torch.rand(3, 2).requires_grad_(), "torch"),
+        "moe_unpermute_backward": (rows_d, rows_x, rows, probs, 7, "torch"),
+    }
+
+
+def without_optionals() -> dict[str, tuple]:
+    """Of operators with optional tensors, the other half of their cases."""
+    x, rstd = torch.randn(3, 4, requires_grad=True), torch.rand(3, 1)
+    rows = torch.tensor([[0, 3], [2, -1], [1, 4]], dtype=torch.int32)
+    plain = torch.randn(7, 4)
+    return {
+        "lightning_indexer": (*(t.detach() for t in inputs()[2:]), None, 4, "torch"),
+        "rms_norm": (x, None, 1e-6, "torch"),
+        "rms_norm_backward": (x.detach(), x.detach(), None, rstd, "torch"),
+        "moe_permute": (x, rows, None, 4, 6, "torch"),
+        "moe_permute_backward": (plain, None, rows, "torch"),
+        "moe_unpermute": (plain.clone().requires_grad_(), rows, None, "torch"),
+        "moe_unpermute_backward": (x.detach(), None, rows, None, 7, "torch"),
     }
 
 
@@ -65,6 +121,12 @@ def test_opcheck_covers_every_operator():
     assert registered == set(samples()) | of_npu_only
 
 
+def layout(x):
+    """Shape, dtype and strides; the stride of a dimension of size 1 says nothing."""
+    steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return x.shape, x.dtype, steps
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_meta_shapes_and_dtypes_are_the_real_ones(backend, dtype):
     def everything(device):
@@ -74,13 +136,96 @@ def test_meta_shapes_and_dtypes_are_the_real_ones(backend, dtype):
         out, lse = sparse_attention(q, kv, indices, scale=0.4, v_dim=V, backend=backend)
         target = attention_target(q, kv, indices, lse, scale=0.4, backend=backend)
         loss = indexer_kl_loss(qi, ki, w, indices, target, backend=backend)
+        dense = dense_indexer_kl_loss(qi, ki, w, q, kv, scale=0.4, bounds=bounds, backend=backend)
         grads = torch.autograd.grad(
-            out.sum().float() + lse.exp().sum() + loss.sum(), (q, kv, qi, ki, w)
+            out.sum().float() + lse.exp().sum() + loss.sum() + dense.sum(), (q, kv, qi, ki, w)
         )
-        return [bounds, indices, scores, out, lse, target, loss, hadamard(q), *grads]
+        transformed = hadamard(q, backend=backend)
+        return [bounds, indices, scores, out, lse, target, loss, dense, transformed, *grads]
 
     for real, meta in zip(everything("cpu"), everything("meta"), strict=True):
-        assert (real.shape, real.dtype, real.stride()) == (meta.shape, meta.dtype, meta.stride())
+        assert layout(real) == layout(meta)
+
+
+def experts_inputs(n: int = 12, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    torch.manual_seed(0)
+    shapes = [(n, 16), (16,), (3, 16, 32), (3, 16, 16), (n, 2)]
+    tensors = [torch.randn(*x).to(device, dtype).requires_grad_() for x in shapes]
+    cos, sin = torch.randn(n, 8).cos().to(device), torch.randn(n, 8).sin().to(device)
+    return tensors, (torch.randint(-1, 3, (n, 2)).to(device), cos, sin)
+
+
+def experts_layer(x, gain, w1, w2, probs, experts, cos, sin, backend=None):
+    """Every base operator in one go."""
+    h = rms_norm(x, gain, backend=backend).view(1, -1, 2, 8)
+    h = rotary_mul(h, cos, sin, interleaved=True, backend=backend).flatten(2)[0]
+    p = moe_permute(h, experts, num_experts=3, probs=probs, backend=backend)
+    h = swiglu(grouped_matmul(p.tokens, w1, counts=p.counts, backend=backend), backend=backend)
+    h = grouped_matmul(h, w2, offsets=p.counts.cumsum(0), backend=backend)
+    return moe_unpermute(h, p.rows, probs=probs, backend=backend), *p
+
+
+def experts_and_gradients(fn, tensors, others, **kwargs):
+    out = fn(*tensors, *others, **kwargs)
+    loss = out[0].square().sum() + (out[2] * torch.arange(len(out[2]), device=out[2].device)).sum()
+    return [*out, *torch.autograd.grad(loss, tensors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_meta_shapes_of_the_base_operators(backend, dtype):
+    real, meta = (
+        experts_and_gradients(
+            experts_layer, *experts_inputs(dtype=dtype, device=d), backend=backend
+        )
+        for d in ("cpu", "meta")
+    )
+    for a, b in zip(real, meta, strict=True):
+        assert layout(a) == layout(b)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("reference", False), ("torch", False), ("torch", True)]
+)
+def test_compile_base_operators(backend, dynamic):
+    torch.compiler.reset()
+    graphs = []
+
+    def spy(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(experts_layer, fullgraph=True, backend=spy, dynamic=dynamic)
+    sizes = (12, 20, 9) if dynamic else (12,)
+    for n in sizes:
+        plain = experts_and_gradients(experts_layer, *experts_inputs(n), backend=backend)
+        traced = experts_and_gradients(compiled, *experts_inputs(n), backend=backend)
+        for a, b in zip(plain, traced, strict=True):
+            torch.testing.assert_close(a, b)
+    assert len(graphs) == 1
+
+
+def test_compile_base_operators_with_their_backwards():
+    torch.compiler.reset()
+    compiled = torch.compile(experts_layer, fullgraph=True, backend="aot_eager")
+    plain = experts_and_gradients(experts_layer, *experts_inputs())
+    for a, b in zip(plain, experts_and_gradients(compiled, *experts_inputs()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compile_dense_loss(backend):
+    torch.compiler.reset()
+
+    def fn(q, kv, qi, ki, w):
+        return dense_indexer_kl_loss(qi, ki, w, q, kv, scale=0.4, reduction="sum", backend=backend)
+
+    def run(f):
+        tensors = inputs()
+        loss = f(*tensors)
+        return [loss, *torch.autograd.grad(loss, tensors[2:])]
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    for a, b in zip(run(fn), run(compiled), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def layer_and_gradients(fn, tensors):
@@ -156,6 +301,19 @@ def test_compile_reads_the_environment(monkeypatch):
 
     torch.compile(lambda x: hadamard(x) + 1, fullgraph=True, backend=spy)(torch.randn(2, 4))
     assert "npu_dsa" not in graphs[0].code
+
+
+def test_no_operator_reaches_beyond_int64():
+    # B * S * K > 2^31: shapes alone, on meta tensors, through forward and backward.
+    q = torch.empty(1, 2**20, 2, 4, device="meta", requires_grad=True)
+    kv = torch.empty(1, 2**20, 4, device="meta", requires_grad=True)
+    w = torch.empty(1, 2**20, 2, device="meta", requires_grad=True)
+    indices, scores = lightning_indexer(q, kv, w, topk=4096)
+    assert indices.numel() == scores.numel() == 2**32
+    out, lse = sparse_attention(q, kv, indices, scale=1.0, v_dim=4)
+    target = attention_target(q, kv, indices, lse, scale=1.0)
+    loss = indexer_kl_loss(q, kv, w, indices, target).sum() + out.sum()
+    assert [x.shape for x in torch.autograd.grad(loss, (q, kv, w))] == [q.shape, kv.shape, w.shape]
 
 
 def test_validate_cannot_be_traced():
