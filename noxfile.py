@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import functools
 import os
+import platform
 import shutil
 import sys
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ nox.options.sessions = ["tests", "integration", "lint"]
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
+# The newest torch_npu that is there for the oldest torch the packages run on; operators and shape
+# functions of 2.14 are the same.
+TORCH_NPU = "2.13.0"
 GROUPS = nox.project.load_toml("pyproject.toml")["dependency-groups"]
 
 
@@ -83,6 +87,12 @@ def _discover() -> dict[str, Package]:
 
 
 PACKAGES = _discover()
+HAS_CPU_TORCH = """
+import importlib.util
+if importlib.util.find_spec("torch"):
+    import torch
+    print("" if torch.version.cuda else "yes")
+"""
 _wheels: dict[str, Path] = {}
 
 
@@ -181,10 +191,49 @@ def oldest(session: nox.Session, package: Package) -> None:
 
 
 @nox.session
+def sanitizers(session: nox.Session) -> None:
+    """Run the compiled CPU kernels under sanitizers. `-- aarch64` runs them in an emulator."""
+    package = PACKAGES["npu-dsa-kernels"]
+    _install(session, [package], "hatchling", extra="test")
+    kinds = session.posargs or ["address", "thread"]
+    session.run("python", str(package.folder / "cpp" / "check.py"), *kinds)
+
+
+@nox.session
 def integration(session: nox.Session) -> None:
     """Test what only several packages together can show."""
     _install(session, list(PACKAGES.values()), *GROUPS["integration"], extra="test")
     _pytest(session, ROOT / "integration", session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def contract(session: nox.Session) -> None:
+    """Call torch_npu's real operators, without an NPU: schemas, shapes, gradients, limits."""
+    package = PACKAGES["npu-dsa-kernels"]
+    # A CUDA build and torch_npu cannot be imported together. pip, not uv: CPU builds are often
+    # offered by find-links or an index that only pip is configured for.
+    local = "+cpu" if platform.machine() == "x86_64" else ""
+    requirement = f"torch=={TORCH_NPU}{local}"
+    install = ["python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    said = session.run(*install, requirement, success_codes=range(256), silent=True)
+    if not session.run("python", "-c", HAS_CPU_TORCH, success_codes=[0, 1], silent=True).strip():
+        session.error(
+            f"{requirement}, a CPU build, cannot be installed: point pip at an index that has it "
+            f"(extra-index-url or find-links, as pytorch.org says). pip said:\n{said}"
+        )
+    session.install(
+        f"torch-npu=={TORCH_NPU}", f"{package.name}[test] @ {_wheel(session, package).as_uri()}"
+    )
+    tests = (package.folder / "tests" / "contract").relative_to(ROOT)
+    stand_ins = str(Path(session.create_tmp()).absolute() / "stand-ins")
+    session.run("python", str(tests / "standin" / "build.py"), stand_ins)
+    # Both variables are read before the first line of Python.
+    environment = {
+        "LD_LIBRARY_PATH": stand_ins,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "NPU_DSA_STAND_INS": stand_ins,
+    }
+    session.run("pytest", "--installed-only", str(tests), *session.posargs, env=environment)
 
 
 @nox.session
