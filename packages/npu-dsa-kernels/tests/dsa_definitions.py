@@ -138,8 +138,13 @@ def dense_indexer_kl_loss(q_index, k_index, w, q, kv, scale, bounds=None):
 # --- comparisons ---------------------------------------------------------------------------------
 
 
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
-    """Largest difference relative to the largest value; infinities must match exactly."""
+def assert_close(
+    actual: Tensor, expected: Tensor, tolerance: float, what: str = "", floor: float = 1e-3
+) -> None:
+    """Largest difference relative to the largest value; infinities must match exactly.
+
+    Below `floor` of magnitude the error is absolute: a loss of 0 has no relative error.
+    """
     assert actual.shape == expected.shape, what
     actual, expected = actual.detach().double(), expected.detach().double()
     infinite = expected.isinf()
@@ -149,8 +154,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str =
         return
     assert actual.isfinite().all(), f"{what} is not finite"
     error = (actual - expected).abs().max().item()
-    # Below 1e-3 of magnitude the error is absolute: a loss of 0 has no relative error.
-    bound = tolerance * max(expected.abs().max().item(), 1e-3)
+    bound = tolerance * max(expected.abs().max().item(), floor)
     assert error <= bound, f"{what}: off by {error:.3e}, allowed {bound:.3e}"
 
 

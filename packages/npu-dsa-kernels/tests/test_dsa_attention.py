@@ -2,11 +2,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 import dsa_definitions as definition
-from dsa_definitions import TOLERANCE, assert_close, cases, leaves
+from dsa_definitions import EVERY, TOLERANCE, assert_close, cases, leaves
 from npu_dsa_kernels import causal_bounds, dsa_attention
+from npu_dsa_kernels.backends import reference
 
 B, S, H, D, V, HI, DI, K = 2, 32, 3, 10, 6, 4, 8, 8
 SETTINGS = {"topk": K, "scale": 0.4, "v_dim": V}
@@ -26,22 +27,35 @@ def gradients(layer, tensors, seed=1):
     return torch.autograd.grad((layer.out, layer.kl), tensors, (d_out, d_kl))
 
 
-@settings(max_examples=10)
 @given(case=cases())
-def test_whole_layer_against_the_definition(backend, dtype, case):
-    q, kv = case.attention(dtype)
-    indexer = case.indexer(dtype)
-    layer = dsa_attention(
-        q, kv, *indexer, topk=case.topk, scale=0.4, v_dim=1, bounds=case.bounds, backend=backend
-    )
-    # From the selection on: near ties may be selected otherwise by other roundings.
-    q64, kv64 = q.double(), kv.double()
-    out, lse = definition.sparse_attention(q64, kv64, layer.indices, 0.4, 1)
-    target = definition.attention_target(q64, kv64, layer.indices, 0.4)
-    kl = definition.indexer_kl_loss(*(x.double() for x in indexer), layer.indices, target)
-    assert_close(layer.out, out, TOLERANCE[dtype], "out")
-    assert_close(layer.lse, lse, TOLERANCE[dtype], "lse")
-    assert_close(layer.kl, kl, TOLERANCE[dtype], "kl")
+def test_whole_layer_against_the_definition(case):
+    tensors = [*case.attention(torch.float32), *case.indexer(torch.float32)]
+    expected = {}
+    for backend, dtype in EVERY:
+        layer = dsa_attention(
+            *(x.to(dtype) for x in tensors),
+            topk=case.topk,
+            scale=0.4,
+            v_dim=1,
+            bounds=case.bounds,
+            backend=backend,
+        )
+        # From the selection on: near ties may be selected otherwise by other roundings.
+        key = tuple(layer.indices.flatten().tolist())
+        if key not in expected:
+            expected[key] = define(*(x.double() for x in tensors), layer.indices)
+        out, lse, kl = expected[key]
+        what = f"{backend} {dtype}"
+        assert_close(layer.out, out, TOLERANCE[dtype], f"{what} out")
+        assert_close(layer.lse, lse, TOLERANCE[dtype], f"{what} lse")
+        # A loss is a difference of logarithms of size 1: that is what its error is relative to.
+        assert_close(layer.kl, kl, TOLERANCE[dtype], f"{what} kl", floor=0.1)
+
+
+def define(q, kv, q_index, k_index, weights, indices):
+    out, lse = definition.sparse_attention(q, kv, indices, 0.4, 1)
+    target = definition.attention_target(q, kv, indices, 0.4)
+    return out, lse, definition.indexer_kl_loss(q_index, k_index, weights, indices, target)
 
 
 def test_kl_trains_the_indexer_and_out_the_attention(backend):
@@ -172,6 +186,41 @@ def test_reduce_target_makes_head_shards_equal_the_whole(backend):
         assert_close(x, y, 1e-12)
     # Not the same as leaving it out.
     assert (dsa_attention(q[:, :, :2], kv, *indexer, **SETTINGS).kl - whole.kl).abs().max() > 1e-3
+
+
+def test_loss_of_another_backend(monkeypatch):
+    tensors = leaves(*inputs())
+    whole = dsa_attention(*tensors, **SETTINGS, backend="torch")
+    calls = []
+    for name in ("attention_target", "indexer_kl_loss"):
+        plain = getattr(reference, name)
+        monkeypatch.setattr(
+            reference, name, lambda *a, name=name, plain=plain: calls.append(name) or plain(*a)
+        )
+    for name in ("lightning_indexer", "sparse_attention"):
+        monkeypatch.delattr(reference, name)  # the loss alone changes
+    layer = dsa_attention(*tensors, **SETTINGS, backend="torch", kl_backend="reference")
+    assert calls == ["attention_target", "indexer_kl_loss"]
+    assert_close(layer.kl, whole.kl, 1e-12)
+    dsa_attention(*tensors, **SETTINGS, backend="torch")
+    assert len(calls) == 2
+
+
+def test_sum_of_the_loss(backend):
+    tensors = leaves(*inputs())
+    each = dsa_attention(*tensors, **SETTINGS, backend=backend)
+    total = dsa_attention(*tensors, **SETTINGS, kl_reduction="sum", backend=backend)
+    assert total.kl.shape == ()
+    assert_close(total.kl, each.kl.sum(), 1e-14)
+    for a, b in zip(
+        torch.autograd.grad(total.kl, tensors[2:]),
+        torch.autograd.grad(each.kl.sum(), tensors[2:]),
+        strict=True,
+    ):
+        assert_close(a, b, 1e-14)
+    assert dsa_attention(*tensors, **SETTINGS, kl_reduction="sum", compute_kl=False).kl is None
+    with pytest.raises(ValueError, match="kl_reduction: got 'mean'; expected one of 'none', 's"):
+        dsa_attention(*tensors, **SETTINGS, kl_reduction="mean")
 
 
 def test_reduce_target_must_return_it():

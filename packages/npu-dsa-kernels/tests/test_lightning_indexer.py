@@ -5,35 +5,39 @@ import torch
 from hypothesis import given
 
 import dsa_definitions as definition
-from dsa_definitions import PACKED, TOLERANCE, assert_close, cases
+from dsa_definitions import EVERY, PACKED, TOLERANCE, assert_close, cases
 from npu_dsa_kernels import lightning_indexer
 from npu_dsa_kernels.backends import blocked
 
 
 @given(case=cases())
-def test_exact_integers_give_the_defined_indices(backend, dtype, case):
+def test_exact_integers_give_the_defined_indices(case):
     # Nothing rounds, so ties, order and empty slots must match to the last index.
-    q = case.integers(case.B, case.S, case.H, case.D, dtype=dtype)
-    k = case.integers(case.B, case.T, case.D, dtype=dtype)
-    w = case.integers(case.B, case.S, case.H, dtype=dtype)
-    indices, scores = lightning_indexer(
-        q, k, w, topk=case.topk, bounds=case.bounds, backend=backend
-    )
+    q = case.integers(case.B, case.S, case.H, case.D)
+    k = case.integers(case.B, case.T, case.D)
+    w = case.integers(case.B, case.S, case.H)
     expected_indices, expected_scores = definition.lightning_indexer(
         q, k, w, case.topk, case.bounds
     )
-    assert indices.dtype == torch.int32
-    assert scores.dtype == dtype
-    assert torch.equal(indices, expected_indices)
-    assert torch.equal(scores.double(), expected_scores)
+    for backend, dtype in EVERY:
+        inputs = (x.to(dtype) for x in (q, k, w))
+        indices, scores = lightning_indexer(
+            *inputs, topk=case.topk, bounds=case.bounds, backend=backend
+        )
+        assert indices.dtype == torch.int32
+        assert scores.dtype == dtype
+        assert torch.equal(indices, expected_indices), (backend, dtype)
+        assert torch.equal(scores.double(), expected_scores), (backend, dtype)
 
 
 @given(case=cases())
-def test_scores(backend, dtype, case):
-    inputs = case.indexer(dtype)
-    _, scores = lightning_indexer(*inputs, topk=case.topk, bounds=case.bounds, backend=backend)
+def test_scores(case):
+    inputs = case.indexer(torch.float32)
     expected = definition.lightning_indexer(*inputs, case.topk, case.bounds)[1]
-    assert_close(scores, expected, TOLERANCE[dtype], "scores")
+    for backend, dtype in EVERY:
+        cast = (x.to(dtype) for x in inputs)
+        _, scores = lightning_indexer(*cast, topk=case.topk, bounds=case.bounds, backend=backend)
+        assert_close(scores, expected, TOLERANCE[dtype], f"{backend} {dtype}")
 
 
 def test_many_blocks(backend, monkeypatch):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 import dsa_definitions as definition
-from dsa_definitions import PACKED, TOLERANCE, assert_close, cases, leaves
+from dsa_definitions import EVERY, PACKED, TOLERANCE, assert_close, cases, leaves
 from npu_dsa_kernels import sparse_attention
 from npu_dsa_kernels.backends import blocked
 
@@ -31,21 +31,24 @@ def upstream(out, lse):
     )
 
 
-def assert_same(actual, expected, tolerance):
+def assert_same(actual, expected, tolerance, what=""):
     for name in expected:
-        assert_close(actual[name], expected[name], tolerance, name)
+        assert_close(actual[name], expected[name], tolerance, f"{what} {name}")
 
 
 @given(case=cases())
-def test_values_and_gradients(backend, dtype, case):
-    q, kv = case.attention(dtype)
+def test_values_and_gradients(case):
+    q, kv = case.attention(torch.float32)
     v_dim = max(1, case.D - 2)
-    actual = run(sparse_attention, q, kv, case.indices(), v_dim, backend=backend)
     if not (case.indices() >= 0).any():
         return  # nothing to differentiate in the definition; see the test of empty rows
     expected = run(definition.sparse_attention, q.double(), kv.double(), case.indices(), v_dim)
-    assert actual["lse"].dtype == dtype
-    assert_same(actual, expected, TOLERANCE[dtype])
+    for backend, dtype in EVERY:
+        actual = run(
+            sparse_attention, q.to(dtype), kv.to(dtype), case.indices(), v_dim, backend=backend
+        )
+        assert actual["lse"].dtype == dtype
+        assert_same(actual, expected, TOLERANCE[dtype], f"{backend} {dtype}")
 
 
 def test_many_blocks_and_repeated_keys(backend, monkeypatch):
