@@ -2,7 +2,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from base_definitions import assert_follows, assert_rounds_less_than
 from dsa_definitions import assert_close
 from npu_dsa_kernels import hadamard
 
@@ -45,6 +48,51 @@ def test_half_precision_rounds_once(backend, dtype):
     y = hadamard(x, backend=backend)
     assert y.dtype == dtype
     assert_close(y, hadamard(x.double(), backend="reference"), torch.finfo(dtype).eps)
+
+
+def test_non_contiguous(backend):
+    x = torch.randn(8, 3)
+    assert_close(hadamard(x.T, backend=backend), hadamard(x.T.contiguous(), backend=backend), 1e-7)
+    x.requires_grad_()
+    (d_x,) = torch.autograd.grad(hadamard(x.T, backend=backend).sum(), x)  # stride 0 upstream
+    assert_close(d_x.T, hadamard(torch.ones(3, 8)), 1e-7)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
+def test_empty(backend, shape):
+    x = torch.zeros(shape, requires_grad=True)
+    hadamard(x, backend=backend).sum().backward()
+    assert x.grad.shape == shape
+
+
+def test_half_precision_rounds_less_than_the_formula_in_it():
+    D = 64
+    matrix = torch.tensor([[sign(i, j) for j in range(D)] for i in range(D)]).double()
+
+    def eager(x):
+        total = torch.zeros_like(x)
+        for i in range(D):
+            total = total + x[:, i, None] * matrix[i].to(x.dtype)
+        return total * D**-0.5
+
+    assert_rounds_less_than(eager, hadamard, lambda x: x @ matrix * D**-0.5, [torch.randn(4, D)])
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=3),
+    log_D=st.integers(0, 5),
+    scale=st.one_of(st.none(), st.sampled_from([1.0, -0.3])),
+    seed=st.integers(0, 2**20),
+)
+def test_values_and_gradients(shape, log_D, scale, seed):
+    D = 2**log_D
+    matrix = torch.tensor([[sign(i, j) for j in range(D)] for i in range(D)]).double()
+    factor = D**-0.5 if scale is None else scale
+    assert_follows(
+        lambda x, backend: hadamard(x, scale=scale, backend=backend),
+        lambda x: x @ matrix * factor,
+        [torch.randn(*shape, D, generator=torch.Generator().manual_seed(seed))],
+    )
 
 
 def test_inference_mode_first(backend):

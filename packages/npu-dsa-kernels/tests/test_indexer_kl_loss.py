@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 
 import dsa_definitions as definition
+from base_definitions import assert_rounds_less_than
 from dsa_definitions import EVERY, PACKED, TOLERANCE, Case, assert_close, cases, leaves
 from npu_dsa_kernels import indexer_kl_loss
 from npu_dsa_kernels.backends import blocked
@@ -157,6 +158,30 @@ def test_half_precision_with_fp32_weights(backend, dtype):
     assert_close(actual["loss"], expected["loss"], 1e-5)
     assert_close(actual["dw"], expected["dw"], 1e-5)
     assert_same(actual, expected, torch.finfo(dtype).eps)
+
+
+def test_half_precision_rounds_less_than_the_formula_in_it():
+    indices, target = PACKED.indices(), random_target(PACKED).bfloat16()
+    empty = indices < 0
+    dead = (empty | (target == 0)).all(-1, keepdim=True)
+    batch = torch.arange(2)[:, None, None]
+
+    def eager(q, k, w):
+        rows = k[batch, indices.clamp(min=0).long()]
+        scores = (w[..., None] * torch.einsum("bshd,bskd->bshk", q, rows).relu()).sum(2)
+        log_y = scores.masked_fill(empty, -math.inf).masked_fill(dead, 0.0).log_softmax(-1)
+        p = target.masked_fill(empty, 0.0)
+        p = p / p.sum(-1, keepdim=True).masked_fill(dead, 1.0)
+        nothing = p == 0
+        log_ratio = p.masked_fill(nothing, 1.0).log() - log_y.masked_fill(nothing, 0.0)
+        return (p * log_ratio).sum(-1)
+
+    assert_rounds_less_than(
+        eager,
+        lambda *x, backend: indexer_kl_loss(*x, indices, target, backend=backend),
+        lambda *x: definition.indexer_kl_loss(*x, indices, target),
+        PACKED.indexer(),
+    )
 
 
 def test_gradcheck(backend):

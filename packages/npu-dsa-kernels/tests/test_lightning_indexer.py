@@ -59,6 +59,32 @@ def test_half_precision_scores_in_fp32(backend, dtype):
         assert_close(scores, expected, 1e-5)
 
 
+def test_half_precision_rounds_less_than_the_formula_in_it(backend):
+    q, k, w = PACKED.indexer(torch.bfloat16)
+    plain = (w[..., None] * torch.einsum("bshd,btd->bsht", q, k).relu()).sum(2)
+    plain = plain.masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
+    expected = definition.lightning_indexer(q, k, w, 16)[1]
+    eager = plain.sort(-1, descending=True).values.double()
+    _, scores = lightning_indexer(q, k, w, topk=16, backend=backend)
+    seen = expected.isfinite()
+    error, allowed = ((x.double() - expected)[seen].abs().max() for x in (scores, eager))
+    assert error <= 2 * allowed
+
+
+def test_non_contiguous(backend):
+    q, k, w = PACKED.indexer()
+    expected = lightning_indexer(q, k, w, topk=4, bounds=PACKED.bounds, backend=backend)
+
+    def strided(x):
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+    actual = lightning_indexer(
+        *map(strided, (q, k, w)), topk=4, bounds=strided(PACKED.bounds), backend=backend
+    )
+    assert torch.equal(actual[0], expected[0])
+    assert_close(actual[1], expected[1], 1e-14)
+
+
 def test_all_scores_tied(backend, dtype):
     q, k = torch.zeros(1, 64, 2, 4, dtype=dtype), torch.randn(1, 64, 4, dtype=dtype)
     w = torch.randn(1, 64, 2, dtype=dtype)  # of both signs: some of the zeros are -0.0

@@ -8,10 +8,13 @@ import torch
 
 from npu_dsa_kernels import (
     attention_target,
+    dense_indexer_kl_loss,
+    grouped_matmul,
     indexer_kl_loss,
     lightning_indexer,
     sparse_attention,
 )
+from npu_dsa_kernels.backends import blocked
 
 H, D, V, HI, DI = 2, 16, 8, 2, 8
 
@@ -61,6 +64,28 @@ def test_peak_grows_linearly():
     # Less than one S x S matrix of floats, and than the gathered rows S x K x D.
     assert peaks[8192] < 8192 * 8192 * 4, peaks
     assert peaks[8192] < 8192 * 256 * D * 4, peaks
+
+
+def test_the_dense_loss_holds_no_square(monkeypatch):
+    # A block of queries has all its keys, so at least one row of scores: small blocks show the
+    # slope of what is kept besides.
+    monkeypatch.setattr(blocked, "_CPU_BLOCK_BYTES", 2**17)
+
+    def learn(S):
+        q, kv, qi, ki, w = inputs(S)
+        return lambda: dense_indexer_kl_loss(qi, ki, w, q, kv, scale=0.25).sum().backward()
+
+    peaks = {S: peak_bytes(learn(S)) for S in (1024, 2048, 4096)}
+    assert peaks[2048] <= 2.2 * peaks[1024], peaks
+    assert peaks[4096] <= 2.2 * peaks[2048], peaks
+    assert peaks[4096] < 4096 * 4096, peaks  # a quarter of one S x S matrix of floats
+
+
+def test_a_grouped_matmul_holds_its_results_alone():
+    x, w = torch.randn(512, 64, requires_grad=True), torch.randn(16, 64, 64, requires_grad=True)
+    counts = torch.full((16,), 32)
+    peak = peak_bytes(lambda: grouped_matmul(x, w, counts=counts).sum().backward())
+    assert peak < 1.2 * 4 * (3 * 512 * 64 + 16 * 64 * 64), peak
 
 
 def test_the_meter_sees_quadratic_growth():

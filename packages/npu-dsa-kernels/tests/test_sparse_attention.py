@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 
 import dsa_definitions as definition
+from base_definitions import assert_rounds_less_than
 from dsa_definitions import EVERY, PACKED, TOLERANCE, assert_close, cases, leaves
 from npu_dsa_kernels import sparse_attention
 from npu_dsa_kernels.backends import blocked
@@ -148,6 +149,31 @@ def test_half_precision_accumulates_in_fp32(backend, dtype):
     assert_close(actual["lse"], expected["lse"], 1e-5)
     # What is left is one rounding of each result.
     assert_same(actual, expected, torch.finfo(dtype).eps)
+
+
+def test_half_precision_rounds_less_than_the_formula_in_it():
+    indices = PACKED.indices()
+    visible = indices[..., None] == torch.arange(16)  # [B, S, K, T]
+    hidden = ~visible.any(2)[:, :, None]
+    empty = (indices < 0).all(-1)[..., None]
+
+    def eager(q, kv):
+        logits = 0.4 * torch.einsum("bshd,btd->bsht", q, kv)
+        logits = logits.masked_fill(hidden, -math.inf).masked_fill(empty[..., None], 0.0)
+        p = logits.softmax(-1).masked_fill(empty[..., None], 0.0)
+        lse = logits.logsumexp(-1).masked_fill(empty, 0.0)
+        return torch.einsum("bsht,btv->bshv", p, kv[..., :3]), lse
+
+    def op(attention):
+        def f(q, kv, **kwargs):
+            out, lse = attention(q, kv, indices, scale=0.4, v_dim=3, **kwargs)
+            return out, lse.masked_fill(empty, 0.0)
+
+        return f
+
+    assert_rounds_less_than(
+        eager, op(sparse_attention), op(definition.sparse_attention), PACKED.attention()
+    )
 
 
 def test_large_logits(backend, dtype):
