@@ -103,6 +103,49 @@ def test_every_visible_key_counts_not_only_the_best(backend):
         assert loss(changed) != before, s
 
 
+def test_shards_of_the_queries_give_their_share(backend):
+    # Context parallel ranks have some of the queries and all of the keys.
+    positions = torch.cat([torch.arange(7), torch.arange(9)]).expand(2, 16)
+    indexer, (q, kv) = leaves(*PACKED.indexer()), teacher(PACKED, torch.float64)
+
+    def run(rows):
+        q_index, k_index, w = indexer
+        loss = dense_indexer_kl_loss(
+            q_index[:, rows],
+            k_index,
+            w[:, rows],
+            q[:, rows],
+            kv,
+            scale=SCALE,
+            bounds=causal_bounds(positions[:, rows], index=rows),
+            backend=backend,
+        )
+        return torch.autograd.grad(loss.sum(), indexer)
+
+    ranks = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15]), torch.arange(4, 12)
+    for whole, a, b in zip(run(torch.arange(16)), *map(run, ranks), strict=True):
+        assert_close(a + b, whole, 1e-13)
+
+
+def test_padding_changes_nothing(backend):
+    tensors = [*PACKED.indexer(), *teacher(PACKED, torch.float64)]
+    alone = [x[:, :12].clone() for x in tensors]
+    for x in tensors:
+        x[:, 12:] = math.nan
+    positions = torch.cat([torch.arange(12), torch.full((4,), -1)]).expand(2, 16)
+    results = []
+    for t, bounds in ((alone, None), (tensors, causal_bounds(positions))):
+        t[:3] = leaves(*t[:3])
+        loss = dense_indexer_kl_loss(
+            *t, scale=SCALE, bounds=bounds, reduction="sum", backend=backend
+        )
+        results.append([loss, *torch.autograd.grad(loss, t[:3])])
+    assert_close(results[1][0], results[0][0], 1e-13)
+    for a, b in zip(results[0][1:], results[1][1:], strict=True):
+        assert_close(b[:, :12], a, 1e-13)
+        assert (b[:, 12:] == 0).all()
+
+
 @pytest.mark.parametrize("spread", [0.7, 5.7, 29.0])
 def test_gradients_at_any_spread_of_the_scores(spread):
     S, H, D = 48, 4, 8

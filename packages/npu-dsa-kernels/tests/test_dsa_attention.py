@@ -161,6 +161,47 @@ def test_context_parallel_queries_give_their_share(backend):
         assert_close(a, b, 1e-12, name)
 
 
+@pytest.mark.parametrize("garbage", [1e3, math.nan])
+def test_padding_changes_nothing(backend, dtype, garbage):
+    # 24 tokens and a tail of padding, whose rows are hidden.
+    tensors = inputs(dtype=dtype)
+    alone = leaves(*(x[:, :24] for x in tensors))
+    for x in tensors:
+        x[:, 24:] = garbage
+    padded = leaves(*tensors)
+    positions = torch.cat([torch.arange(24), torch.full((8,), -1)]).expand(B, S)
+    layers = (
+        dsa_attention(*alone, **SETTINGS, backend=backend),
+        dsa_attention(*padded, **SETTINGS, bounds=causal_bounds(positions), backend=backend),
+    )
+    assert torch.equal(layers[0].indices, layers[1].indices[:, :24])
+    assert (layers[1].kl[:, 24:] == 0).all()
+    assert (layers[1].out[:, 24:] == 0).all()
+    losses = [layer.out.square().sum() + layer.kl.sum() for layer in layers]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    assert_close(losses[1], losses[0], tolerance)
+    for name, a, b in zip(
+        NAMES,
+        torch.autograd.grad(losses[0], alone),
+        torch.autograd.grad(losses[1], padded),
+        strict=True,
+    ):
+        assert_close(b[:, :24], a, tolerance, name)
+        assert (b[:, 24:] == 0).all(), name
+
+
+def test_accumulated_microbatches_give_the_gradient_of_the_whole(backend):
+    tensors = leaves(*inputs())
+
+    def run(rows):
+        layer = dsa_attention(*(x[rows] for x in tensors), **SETTINGS, backend=backend)
+        return torch.autograd.grad(layer.out.square().sum() + layer.kl.sum(), tensors)
+
+    whole, parts = run(slice(0, 2)), [run(slice(b, b + 1)) for b in range(2)]
+    for name, a, b, c in zip(NAMES, whole, *parts, strict=True):
+        assert_close(b + c, a, 1e-12, name)
+
+
 def test_reduce_target_makes_head_shards_equal_the_whole(backend):
     q, kv, *indexer = leaves(*inputs())
     whole = dsa_attention(q, kv, *indexer, **SETTINGS, backend=backend)
@@ -230,18 +271,16 @@ def test_reduce_target_must_return_it():
 
 def test_without_loss_no_indexer_tensor_is_kept(backend):
     tensors = leaves(*inputs())
-    kept = {}
+    storages = {x.untyped_storage().data_ptr() for x in tensors[2:]}
+    shapes = {tensors[2].shape, tensors[4].shape}  # copies count, too; k_index looks like indices
 
     def bytes_kept(compute_kl):
-        kept.clear()
-
-        def pack(x):
-            kept[x.untyped_storage().data_ptr()] = x
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             layer = dsa_attention(*tensors, **SETTINGS, compute_kl=compute_kl, backend=backend)
-        return layer, {x.untyped_storage().data_ptr() for x in tensors[2:]} & kept.keys()
+        return layer, [
+            x for x in kept if x.untyped_storage().data_ptr() in storages or x.shape in shapes
+        ]
 
     layer, indexer = bytes_kept(False)
     assert layer.kl is None

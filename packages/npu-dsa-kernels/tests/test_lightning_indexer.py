@@ -182,6 +182,18 @@ Q, K, W = torch.randn(2, 8, 3, 4), torch.randn(2, 8, 4), torch.randn(2, 8, 3)
         ({"k_index": K.to("meta")}, r"k_index: got device meta; expected cpu, where q_index is"),
         ({"weights": W[:, :, :2]}, r"weights: got shape \(2, 8, 2\); expected \[B=2, S=8, H=3\]"),
         ({"weights": W.double()}, r"weights: got torch.float64; expected float32"),
+        ({"weights": W[0]}, r"weights: got shape \(8, 3\); expected 3 dimensions \[B, S, H\]"),
+        ({"k_index": K[:1]}, r"k_index: got shape \(1, 8, 4\); expected \[B=2, T=8, D=4\]"),
+        ({"k_index": K[0]}, r"k_index: got shape \(8, 4\); expected 3 dimensions \[B, T, D\]"),
+        ({"weights": W.to("meta")}, r"weights: got device meta; expected cpu"),
+        (
+            {
+                "q_index": torch.empty(1, 8, 3, 4, device="meta"),
+                "k_index": torch.empty(1, 2**31, 4, device="meta"),
+                "weights": torch.empty(1, 8, 3, device="meta"),
+            },
+            r"k_index: got T=2147483648 keys; expected at most 2147483647",
+        ),
         ({"topk": 0}, r"topk: got 0; expected an int >= 1"),
         ({"topk": 2.0}, r"topk: got 2.0; expected an int >= 1"),
         ({"topk": True}, r"topk: got True; expected an int >= 1"),

@@ -176,6 +176,25 @@ def test_half_precision_rounds_less_than_the_formula_in_it():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("H", "D", "v_dim", "K"), [(16, 576, 512, 64), (128, 192, 128, 40)])
+def test_model_sized_heads(dtype, H, D, v_dim, K):
+    # Tiles, tails and accumulators at the sizes they are made for.
+    g = torch.Generator().manual_seed(0)
+    q, kv = torch.randn(1, 6, H, D, generator=g), torch.randn(1, 80, D, generator=g)
+    q, kv = (D**-0.25 * q).to(dtype), (D**-0.25 * kv).to(dtype)
+    indices = torch.rand(6, 80, generator=g).argsort(-1)[None, :, :K].int()
+    indices[0, 1, 5:] = -1
+    indices[0, 2] = -1
+    actual = run(sparse_attention, q, kv, indices, v_dim, backend="torch")
+    grads = [x.to(dtype) for x in upstream(actual["out"], actual["lse"])]
+    actual = run(sparse_attention, q, kv, indices, v_dim, grads, backend="torch")
+    expected = run(
+        sparse_attention, q.double(), kv.double(), indices, v_dim, grads, backend="reference"
+    )
+    assert_same(actual, expected, 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
 def test_large_logits(backend, dtype):
     q, kv = PACKED.attention(dtype)
     actual = run(sparse_attention, q * 300, kv, PACKED.indices(), 3, backend=backend)
@@ -263,6 +282,18 @@ Q, KV, INDICES = torch.randn(2, 8, 3, 4), torch.randn(2, 6, 4), torch.zeros(2, 8
         ({"indices": INDICES.to("meta")}, r"indices: got device meta"),
         ({"scale": math.nan}, r"scale: got nan; expected a finite float"),
         ({"scale": "1"}, r"scale: got '1'; expected a finite float"),
+        ({"scale": True}, r"scale: got True; expected a finite float"),
+        ({"q": Q[:, :, :0]}, r"q: got shape \(2, 8, 0, 4\); expected H"),
+        ({"q": Q.to("meta")}, r"kv: got device cpu; expected meta, where q is"),
+        ({"kv": KV[0]}, r"kv: got shape \(6, 4\); expected 3 dimensions \[B, T, D\]"),
+        (
+            {
+                "q": torch.empty(1, 8, 3, 4, device="meta"),
+                "kv": torch.empty(1, 2**31, 4, device="meta"),
+                "indices": torch.empty(1, 8, 2, device="meta", dtype=torch.int32),
+            },
+            r"kv: got T=2147483648 keys; expected at most 2147483647, as indices are int32",
+        ),
         ({"v_dim": 0}, r"v_dim: got 0; expected an int in \[1, D=4\]"),
         ({"v_dim": 5}, r"v_dim: got 5; expected an int in \[1, D=4\]"),
         ({"v_dim": 2.5}, r"v_dim: got 2.5; expected an int in \[1, D=4\]"),

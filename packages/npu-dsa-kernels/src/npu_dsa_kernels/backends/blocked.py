@@ -259,12 +259,16 @@ def indexer_kl_loss_backward(
         relu_nHK = torch.bmm(q_nHD, k_nKD.transpose(1, 2)).relu_()
         scores_nK = torch.bmm(w_nH.unsqueeze(1), relu_nHK).squeeze(1)
         p_nK, log_y_nK, dead_n1 = _distributions(scores_nK, target_NK[rows].to(dtype), empty_nK)
+        # Rows that take no part may hold anything, NaN included: 0 * NaN must not come of it.
+        q_nHD = q_nHD.masked_fill(dead_n1.unsqueeze(-1), 0.0)
+        w_nH = w_nH.masked_fill(dead_n1, 0.0)
         # dI = y - p, exactly: empty slots have y = p = 0.
         di_nK = log_y_nK.exp_().sub_(p_nK).mul_(d_loss_N[rows].to(dtype).unsqueeze(-1))
         di_nK.masked_fill_(dead_n1, 0.0)
-        dw_NH[rows] = torch.bmm(relu_nHK, di_nK.unsqueeze(-1)).squeeze(-1)
+        dw_nH = torch.bmm(relu_nHK, di_nK.unsqueeze(-1)).squeeze(-1)
+        dw_NH[rows] = dw_nH.masked_fill_(dead_n1, 0.0)
         ds_nHK = (di_nK.unsqueeze(1) * w_nH.unsqueeze(-1)).mul_(relu_nHK > 0)
-        dq_NHD[rows] = torch.bmm(ds_nHK, k_nKD)
+        dq_NHD[rows] = torch.bmm(ds_nHK, k_nKD).masked_fill_(dead_n1.unsqueeze(-1), 0.0)
         dk_nKD = torch.bmm(ds_nHK.transpose(1, 2), q_nHD)
         d_table_RD.index_add_(0, slot_nK.flatten(), dk_nKD.flatten(0, 1))
     return dq_NHD.view(B, S, H, D), _untable(d_table_RD, k_BTD), dw_NH.view(B, S, H)

@@ -87,14 +87,19 @@ def indexer_kl_loss(
     q_BSHD: Tensor, k_BTD: Tensor, w_BSH: Tensor, indices_BSK: Tensor, target_BSK: Tensor
 ) -> Tensor:
     dtype = compute_dtype(q_BSHD.dtype)
-    k_BSKD, valid_BSK = gather_rows(k_BTD.to(dtype), indices_BSK)
-    dots_BSHK = torch.einsum("bshd,bskd->bshk", q_BSHD.to(dtype), k_BSKD)
-    scores_BSK = (w_BSH.to(dtype).unsqueeze(-1) * dots_BSHK.relu()).sum(2)
-
-    target_BSK = target_BSK.detach().to(dtype).masked_fill(~valid_BSK, 0.0)
+    outside_BSK = (indices_BSK < 0) | (indices_BSK >= k_BTD.shape[1])
+    target_BSK = target_BSK.detach().to(dtype).masked_fill(outside_BSK, 0.0)
     total_BS1 = target_BSK.sum(-1, keepdim=True)
     dead_BS1 = total_BS1 == 0  # no keys, or no attention mass on them
     p_BSK = target_BSK / total_BS1.masked_fill(dead_BS1, 1.0)
+
+    # Rows that take no part may hold anything, NaN included: their gradient would be 0 * NaN.
+    q_BSHD = q_BSHD.to(dtype).masked_fill(dead_BS1.unsqueeze(-1), 0.0)
+    w_BSH = w_BSH.to(dtype).masked_fill(dead_BS1, 0.0)
+    indices_BSK = indices_BSK.masked_fill(dead_BS1, -1)
+    k_BSKD, valid_BSK = gather_rows(k_BTD.to(dtype), indices_BSK)
+    dots_BSHK = torch.einsum("bshd,bskd->bshk", q_BSHD, k_BSKD)
+    scores_BSK = (w_BSH.unsqueeze(-1) * dots_BSHK.relu()).sum(2)
 
     scores_BSK = scores_BSK.masked_fill(~valid_BSK, float("-inf")).masked_fill(dead_BS1, 0.0)
     log_y_BSK = scores_BSK.log_softmax(-1)
