@@ -284,6 +284,13 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Time and memory next to peers and the machine's limit: `-- dsa`, `-- base`, `-- step`."""
+    _install(session, [PACKAGES["titan-npu-train"]], *GROUPS["benchmarks"])
+    session.run("python", "-m", "benchmarks", *(session.posargs or ["--help"]))
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/, links checked. `-- serve` shows it while you write."""
     session.install(*GROUPS["docs"])

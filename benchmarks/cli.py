@@ -1,0 +1,154 @@
+"""The command line: `python -m benchmarks --help`, or `nox -s benchmarks -- --help`."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import importlib
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.measure import FEWEST_ROUNDS, Result, Settings, measure
+
+DEFAULT_OUT = Path(__file__).parent / "results"
+BUDGETS = {"dsa": 120.0, "base": 20.0, "step": 300.0}
+
+
+class Suite(enum.StrEnum):
+    dsa = "dsa"
+    base = "base"
+    step = "step"
+
+
+def main(
+    suite: Annotated[
+        Suite,
+        typer.Argument(
+            help="dsa: the DSA operators and the whole attention layer, over S, K and H. "
+            "base: norm, rotary embedding, SwiGLU, grouped matmul, permute. "
+            "step: a training step of 4 and 8 layers at S 4096."
+        ),
+    ],
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: does all of it run?")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say which claims hold; exit code 1 if one does not.")
+    ] = False,
+    case: Annotated[
+        str, typer.Option(help="Only cases whose title matches this pattern (see --list).")
+    ] = "*",
+    list_cases: Annotated[bool, typer.Option("--list", help="Show the cases and stop.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for SUITE.json and SUITE.png.")] = DEFAULT_OUT,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Cores to use; all this process may use if not given.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or npu.")] = "cpu",
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds of timed rounds a case may take (dsa 120, base 20, step 300)."
+        ),
+    ] = None,
+) -> None:
+    """Measure this project's operators next to small operators, peers and the machine's limit.
+
+    Writes SUITE.json and SUITE.png. Implementations take turns, pinned to the same cores; results
+    are compared before anything is timed.
+    """
+    if check and quick:
+        raise typer.BadParameter("claims are about full sizes: leave out --quick or --check")
+    threads = _threads(threads)
+    _check_device(device)
+
+    from benchmarks import machine, report  # imports torch: not for --help
+
+    module = importlib.import_module(f"benchmarks.{suite}")
+    cases = [c for c in module.cases(quick) if fnmatch.fnmatch(c.title.lower(), _glob(case))]
+    if not cases:
+        raise typer.BadParameter(f"no case of {suite} matches {case!r}: see --list")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 130
+    if list_cases:
+        for each in cases:
+            console.print(f"{each.title}  {each.note}", highlight=False)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+
+    facts = machine.facts(threads, device)
+    report.print_machine(console, facts)
+    if facts["load_average"][0] > machine.QUIET:
+        console.print(
+            f"[yellow]The load average is {facts['load_average'][0]:.2f}: something else is at "
+            "work, and these figures are not final.[/]"
+        )
+    settings = Settings(
+        threads=threads,
+        device=device,
+        preload=module.PRELOAD,
+        budget=0.3 if quick else BUDGETS[suite] if budget is None else budget,
+        fewest_rounds=2 if quick else FEWEST_ROUNDS,
+        say=lambda text: console.print(text, style="dim", highlight=False),
+    )
+    results: list[Result] = []
+    start = time.perf_counter()
+    for number, each in enumerate(cases, 1):
+        console.print(f"[{number}/{len(cases)}] {each.title}", highlight=False, markup=False)
+        results.append(measure(each, settings))
+        report.print_result(console, results[-1])
+        # After every case: what was measured is kept if the next one is interrupted.
+        findings, checks = list(module.findings(results)), list(module.checks(results))
+        facts["load_average_end"] = machine.load()
+        document = report.as_json(suite, facts, results, findings, checks)
+        report.write_json(document, out / f"{suite}.json")
+    report.draw(results, out / f"{suite}.png", _title(suite, facts, quick))
+    for finding in findings:
+        console.print(finding, highlight=False)
+    elapsed = time.perf_counter() - start
+    console.print(f"{elapsed:.0f} s; {out / suite}.json, {out / suite}.png", highlight=False)
+
+    if check:
+        report.print_checks(console, checks)
+        if not all(c.holds for c in checks):
+            raise typer.Exit(1)
+    if quick and any(not m.ok for r in results for m in r.measurements.values()):
+        console.print("[red]Not everything ran.[/]")
+        raise typer.Exit(1)
+
+
+def _title(suite: str, facts: dict, quick: bool) -> str:
+    sizes = " (tiny sizes: shapes of curves mean nothing)" if quick else ""
+    return f"{suite}: {facts['cpu']}, {facts['threads']} threads, {facts['device']}{sizes}"
+
+
+def _glob(pattern: str) -> str:
+    pattern = pattern.lower()
+    return pattern if "*" in pattern else f"*{pattern}*"
+
+
+def _threads(threads: int | None) -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = usable or 1
+    if threads is not None and threads > usable:
+        raise typer.BadParameter(f"--threads {threads}: this process may use {usable} cores")
+    return threads or usable
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    available = ["cpu"]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        available.append(accelerator.type)
+    if device not in available:
+        raise typer.BadParameter(f"--device {device!r}: here there is {' and '.join(available)}")
+
+
+def run() -> None:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(no_args_is_help=True)(main)
+    app(prog_name="benchmarks")
