@@ -89,7 +89,7 @@ def main(
     settings = Settings(
         threads=threads,
         device=device,
-        preload=module.PRELOAD,
+        preload=module.preload(cases),
         budget=0.3 if quick else BUDGETS[suite] if budget is None else budget,
         fewest_rounds=2 if quick else FEWEST_ROUNDS,
         say=lambda text: console.print(text, style="dim", highlight=False),

@@ -33,8 +33,6 @@ SMALL, ABSORBED = "small operators", "absorbed S x S"
 MEGATRON, DENSE = "megatron-core", "dense SDPA"
 NO_HELPER = {"NPU_DSA_COMPILED": "0"}
 
-PRELOAD = (megatron.MODULE,)
-
 
 # Problems: the same numbers in every form, whichever process makes them
 
@@ -824,6 +822,12 @@ def crossover_case(S: int, K: int, H: int = 16, *, whole: bool) -> Case:
 
 
 # Which cases there are
+
+
+def preload(chosen: list[Case]) -> tuple[str, ...]:
+    """megatron-core's import takes seconds: once, and only where a case needs it."""
+    names = {i.name for case in chosen for i in case.implementations}
+    return (megatron.MODULE,) if names & {MEGATRON, MEGATRON_TARGET} else ()
 
 
 def cases(quick: bool) -> Iterator[Case]:

@@ -10,6 +10,7 @@ disturbs all of them, and ratios are taken within a round.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import multiprocessing
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -159,6 +161,7 @@ class Settings:
 def measure(case: Case, settings: Settings) -> Result:
     """Compare, then time, all implementations of a case."""
     result = Result(case=case, measurements={i.name: Measurement() for i in case.implementations})
+    _server(settings.threads, settings.preload)  # its imports are nobody's measurement
     with ExitStack() as stack, _foreign_cpu(result) as watch:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = {}
@@ -312,11 +315,7 @@ class _Worker:
         self, implementation: Implementation, case: Case, settings: Settings, folder: Path
     ) -> None:
         self.implementation = implementation
-        context = multiprocessing.get_context("forkserver")
-        # Read by the server as it starts.
-        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-        os.environ["PYTHONWARNINGS"] = "ignore"  # a peer's import has many
-        context.set_forkserver_preload([__name__, "torch._dynamo", *settings.preload])
+        context = _server(settings.threads, settings.preload)
         self.connection, theirs = context.Pipe()
         # Pickled here, unpickled once the environment is set: that imports the operators.
         work = pickle.dumps((implementation, case.params, case.small))
@@ -343,6 +342,19 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+
+
+@functools.cache
+def _server(threads: int, preload: tuple[str, ...]) -> ForkServerContext:
+    """Start the server that implementations are forked from, its imports done."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # read as the server starts
+    os.environ["PYTHONWARNINGS"] = "ignore"  # a peer's import has many
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo", *preload])
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+    return context
 
 
 def _serve(
