@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from benchmarks.checks import Check
 from benchmarks.measure import FOREIGN_CPU_LIMIT, Measurement, Result, quartiles
 
 # An implementation has one colour in every picture (Okabe and Ito's, told apart by everyone).
-_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#7F7F7F", "#000000")
+_COLOURS = (
+    *("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#7F7F7F", "#000000"),
+    *("#882255", "#999933", "#332288"),
+)
 
 
 def seconds(value: float) -> str:
@@ -216,11 +220,11 @@ def _panels(results: list[Result]) -> list[tuple[str, str, list[Result]]]:
         parts = [f"{k} {v}" for k, v in key if (k, v) != ("rows", "causal")]
         if len(group) == 1 and "S" in group[0].case.params:
             parts.insert(0, f"S {group[0].case.params['S']}")
-        heading = f"{name}\n{', '.join(parts)}"
+        heading = textwrap.fill(f"{name}: {', '.join(parts)}", 52)
         if any(_values(r, "time") for r in group):
-            panels.append((f"{heading}: time", "time", group))
+            panels.append((f"{heading} - time", "time", group))
         if not group[0].case.timed or group[0].case.tokens:
-            panels.append((f"{heading}: peak memory", "memory", group))
+            panels.append((f"{heading} - peak memory", "memory", group))
     return panels
 
 
