@@ -24,6 +24,8 @@ SMALL = {
     "rope": 4,
     "heads": range(1, 9),
     "loss_heads": range(1, 9),
+    "dense_heads": range(1, 9),
+    "dense_head_dim": 6,
     "index_heads": range(1, 9),
     "index_dim": 8,
     "slots": 64,
@@ -182,6 +184,68 @@ def _npu_sparse_lightning_indexer_grad_kl_loss(a):
         d_dots = d_score * w[:, None] * (dots > 0)
         dq[row] = d_dots @ k
         dk[prefix][keys].squeeze(1).index_add_(0, index, d_dots.T @ q)
+    half = a.query.dtype
+    return dq.to(half), dk.to(half), dw.to(a.weights.dtype), loss
+
+
+def _npu_fusion_attention(a):
+    H, V = a.query.shape[-2], a.value.shape[-1]
+    out = torch.empty(*a.query.shape[:-1], V, dtype=a.query.dtype)
+    statistics = (*a.query.shape[:-1], 8)
+    if a.input_layout == "BSND":
+        statistics = (statistics[0], H, statistics[1], 8)
+    peak, total = torch.empty(2, *statistics)
+    for row, prefix, keys, visible in _sequences(
+        a, a.input_layout, a.actual_seq_qlen, a.actual_seq_kvlen, a.query, a.key
+    ):
+        k, v = a.key[prefix][keys][:visible].float(), a.value[prefix][keys][:visible].float()
+        x = a.scale * torch.einsum("hd,chd->hc", a.query[row].float(), k)
+        e = (x - x.amax(-1, keepdim=True)).exp()
+        place = (row[0], slice(None), row[1]) if len(row) == 2 else row
+        peak[place], total[place] = x.amax(-1, keepdim=True), e.sum(-1, keepdim=True)
+        out[row] = torch.einsum("hc,chv->hv", e / e.sum(-1, keepdim=True), v).to(out.dtype)
+    return out, peak, total, torch.empty(0, dtype=out.dtype), 0, 0, 0
+
+
+def _index_scores(a, row, prefix, keys, visible):
+    k = a.key_index[prefix][keys][:visible].squeeze(1).float()
+    dots = a.query_index[row].float() @ k.T
+    return (a.weights[row].float()[:, None] * dots.relu()).sum(0), dots, k
+
+
+def _npu_dense_lightning_indexer_softmax_lse(a):
+    rows = a.query_index.shape[:-2]
+    peak, total = torch.empty(2, *rows[:-1], 1, rows[-1])
+    for row, *keys in _sequences(
+        a, a.layout, a.actual_seq_qlen, a.actual_seq_klen, a.query_index, a.key_index
+    ):
+        score, _, _ = _index_scores(a, row, *keys)
+        place = (*row[:-1], 0, row[-1])
+        peak[place], total[place] = score.max(), (score - score.max()).exp().sum()
+    return peak, total
+
+
+def _npu_dense_lightning_indexer_grad_kl_loss(a):
+    dq, dk, dw = (torch.zeros(x.shape) for x in (a.query_index, a.key_index, a.weights))
+    loss = torch.zeros(1)
+    for row, prefix, keys, visible in _sequences(
+        a, a.layout, a.actual_seq_qlen, a.actual_seq_klen, a.query, a.key
+    ):
+        q = torch.cat([a.query[row], a.query_rope[row]], -1).float()
+        k = torch.cat([a.key[prefix][keys], a.key_rope[prefix][keys]], -1)[:visible].float()
+        x = a.scale_value * torch.einsum("hd,chd->hc", q, k)
+        place = (*row[:-1], slice(None), row[-1])
+        p = (x - a.softmax_max[place]).exp() / a.softmax_sum[place]
+        p = p.sum(0) / p.sum()
+        score, dots, k_index = _index_scores(a, row, prefix, keys, visible)
+        place = (*row[:-1], 0, row[-1])
+        log_y = score - a.softmax_max_index[place] - a.softmax_sum_index[place].log()
+        loss += torch.where(p > 0, p * (p.log() - log_y), 0.0).sum()
+        d_score = log_y.exp() - p
+        dw[row] = dots.relu() @ d_score
+        d_dots = d_score * a.weights[row].float()[:, None] * (dots > 0)
+        dq[row] = d_dots @ k_index
+        dk[prefix][keys][:visible] += (d_dots.T @ a.query_index[row].float())[:, None]
     half = a.query.dtype
     return dq.to(half), dk.to(half), dw.to(a.weights.dtype), loss
 

@@ -45,6 +45,29 @@ SCHEMAS = {
         "int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, "
         "Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
+    "npu_fusion_attention": (
+        "(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
+        "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., "
+        "float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, "
+        "int inner_precise=0, int[]? prefix=None, int[]? actual_seq_qlen=None, "
+        "int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
+        'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, '
+        "int seed=0, int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+    ),
+    "npu_dense_lightning_indexer_softmax_lse": (
+        "(Tensor query_index, Tensor key_index, Tensor weights, *, "
+        "SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, "
+        'str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, '
+        "int? next_tokens=9223372036854775807) -> (Tensor, Tensor)"
+    ),
+    "npu_dense_lightning_indexer_grad_kl_loss": (
+        "(Tensor query, Tensor key, Tensor query_index, Tensor key_index, Tensor weights, "
+        "Tensor softmax_max, Tensor softmax_sum, Tensor softmax_max_index, "
+        "Tensor softmax_sum_index, float scale_value, *, Tensor? query_rope=None, "
+        "Tensor? key_rope=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, "
+        'str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, '
+        "int? next_tokens=9223372036854775807) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
     "npu_rms_norm": "(Tensor input, Tensor gamma, float epsilon=1e-6) -> (Tensor, Tensor)",
     "npu_rms_norm_backward": (
         "(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)"
@@ -94,6 +117,8 @@ STATED = SimpleNamespace(
     rope=64,
     heads=(1, 2, 4, 8, 16, 32, 64, 128),
     loss_heads=(8, 16, 32, 64, 128),
+    dense_heads=(32, 64, 128),
+    dense_head_dim=128,
     index_heads=(8, 16, 32, 64),
     index_dim=128,
     slots=2048,
@@ -256,14 +281,17 @@ def _kl_loss(a, stated) -> None:
     rows, keys = _rows(a, a.layout, "query", "key")
     _attention(a, stated, rows, keys, stated.loss_heads)
     _statistics(a, rows)
-    dtype = (a.query.dtype,)
+    _want(a.sinks is None, "sinks")
+    _indexer_of_loss(a, stated, rows, keys, (a.query.dtype,))
+
+
+def _indexer_of_loss(a, stated, rows: tuple, keys: tuple, dtype: tuple) -> None:
     H = a.query_index.shape[-2]
     _want(H in stated.index_heads, f"{H} index heads")
     _tensor(a, "query_index", (*rows, H, stated.index_dim), dtype)
     _tensor(a, "key_index", (*keys, 1, stated.index_dim), dtype)
     _tensor(a, "weights", (*rows, H), dtype)
     _want(a.sparse_mode == 3, f"sparse_mode {a.sparse_mode}")
-    _want(a.sinks is None, "sinks")
     _no_window(a)
     if a.layout == "TND":
         count = _ends(a, "actual_seq_qlen", rows[0], stated, tensor=False)
@@ -271,6 +299,51 @@ def _kl_loss(a, stated) -> None:
             _ends(a, "actual_seq_klen", keys[0], stated, tensor=False) == count,
             "as many sequences of keys as of queries",
         )
+
+
+def _fusion_attention(a, stated) -> None:
+    rows, keys = _rows(a, a.input_layout, "query", "key")
+    H, D = a.query.shape[-2:]
+    _want(a.head_num == H <= 256 and D <= 768, f"head_num {a.head_num}, of {H} x {D}")
+    _tensor(a, "query", (*rows, H, D), FLOATS)
+    _tensor(a, "key", (*keys, H, D), (a.query.dtype,))
+    _want(a.value.shape[-1] <= D, "values wider than keys")
+    _tensor(a, "value", (*keys, H, a.value.shape[-1]), (a.query.dtype,))
+    _want(a.sparse_mode == 3, f"sparse_mode {a.sparse_mode}")
+    _tensor(a, "atten_mask", (2048, 2048), (torch.bool,))
+    if not _fake(a.atten_mask):
+        _want(torch.equal(a.atten_mask, torch.ones(2048, 2048).triu(1).bool()), "another mask")
+    _want(a.keep_prob == 1.0 and a.pse is None and a.sink is None, "keep_prob, pse, sink")
+    if a.input_layout == "TND":
+        _want(a.softmax_layout == "TND", "statistics in another order than their shape says")
+        count = _ends(a, "actual_seq_qlen", rows[0], stated, tensor=False)
+        _want(
+            _ends(a, "actual_seq_kvlen", keys[0], stated, tensor=False) == count,
+            "as many sequences of keys as of queries",
+        )
+
+
+def _dense_softmax(a, stated) -> None:
+    rows, keys = _rows(a, a.layout, "query_index", "key_index")
+    _want(a.query_index.dtype in stated.half, f"query_index is {a.query_index.dtype}")
+    _indexer_of_loss(a, stated, rows, keys, (a.query_index.dtype,))
+    if a.layout == "TND":
+        _ends(a, "actual_seq_qlen", rows[0], stated, tensor=False)
+        _ends(a, "actual_seq_klen", keys[0], stated, tensor=False)
+
+
+def _dense_loss(a, stated) -> None:
+    rows, keys = _rows(a, a.layout, "query", "key")
+    _dense_softmax(a, stated)
+    H, dtype = a.query.shape[-2], (a.query_index.dtype,)
+    _want(H in stated.dense_heads, f"{H} heads")
+    for name, lead in (("query", rows), ("key", keys)):
+        _tensor(a, name, (*lead, H, stated.dense_head_dim), dtype)
+        _tensor(a, f"{name}_rope", (*lead, H, stated.rope), dtype)
+    batch = rows[:-1]
+    for name in ("softmax_max", "softmax_sum"):
+        _tensor(a, name, (*batch, H, rows[-1], 1), (torch.float32,))
+        _tensor(a, f"{name}_index", (*batch, 1, rows[-1]), (torch.float32,))
 
 
 def _rms_norm(a, stated) -> None:
@@ -384,6 +457,9 @@ _CHECKS = {
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
     "npu_sparse_lightning_indexer_grad_kl_loss": _kl_loss,
+    "npu_fusion_attention": _fusion_attention,
+    "npu_dense_lightning_indexer_softmax_lse": _dense_softmax,
+    "npu_dense_lightning_indexer_grad_kl_loss": _dense_loss,
     "npu_rms_norm": _rms_norm,
     "npu_rms_norm_backward": _rms_norm_backward,
     "npu_rotary_mul": _rotary_mul,

@@ -338,6 +338,52 @@ def test_compiles_whole(calls):
         torch.testing.assert_close(a, b)
 
 
+def dense_and_gradients(tensors, **arguments):
+    q, k, *indexer = tensors
+    indexer = leaves(*indexer)
+    loss = dense_indexer_kl_loss(*indexer, q, k, scale=0.4, reduction="sum", **arguments)
+    return loss, *torch.autograd.grad(loss, indexer, torch.tensor(0.7))
+
+
+def dense_inputs(s=S):
+    q, kv, *indexer = inputs(s=s, t=S)
+    g = torch.Generator().manual_seed(3)
+    return q, torch.randn(B, S, H, kv.shape[2], generator=g), *indexer
+
+
+@pytest.mark.parametrize("mask", list(masks()))
+def test_dense_loss_equals_the_reference(calls, mask):
+    bounds = masks()[mask]
+    tensors = dense_inputs(S if bounds is None else bounds.shape[1])
+    actual = dense_and_gradients(tensors, bounds=bounds, backend="npu")
+    expected = dense_and_gradients(tensors, bounds=bounds, backend="reference")
+    for name, a, b in zip(("loss", *NAMES[2:]), actual, expected, strict=True):
+        assert_close(a, b, 1e-5, name)
+    operators = [
+        "npu_dense_lightning_indexer_softmax_lse",
+        "npu_fusion_attention",
+        "npu_dense_lightning_indexer_grad_kl_loss",
+    ]
+    assert set(calls) == (set() if mask == "all hidden" else set(operators))
+
+
+def test_dense_loss_takes_what_the_operator_takes(calls):
+    q, k, *indexer = dense_inputs()
+    arguments = {"scale": 0.4, "backend": "npu"}
+    with pytest.raises(ValueError, match=r"reduction: got 'none'; expected 'sum' .*'torch'"):
+        dense_indexer_kl_loss(*indexer, q, k, **arguments)
+    arguments["reduction"] = "sum"
+    with pytest.raises(ValueError, match=r"kv: got shape .*takes keys \[B, T, H, D\] .*absorption"):
+        dense_indexer_kl_loss(*indexer, q, k[:, :, 0], **arguments)
+    with limits.override(dense_heads=(32,)), pytest.raises(ValueError, match=r"q: got H=3; .* 32;"):
+        dense_indexer_kl_loss(*indexer, q, k, **arguments)
+    with limits.override(rope=64), pytest.raises(ValueError, match=r"q: got D=10; .*D in 70"):
+        dense_indexer_kl_loss(*indexer, q, k, **arguments)
+    with limits.override(index_dim=128), pytest.raises(ValueError, match=r"q_index: got D=8"):
+        dense_indexer_kl_loss(*indexer, q, k, **arguments)
+    assert not calls
+
+
 @pytest.mark.parametrize("mask", ["none", "hidden", "contiguous shard of 2"])
 def test_opcheck(calls, mask):
     bounds = masks()[mask]
@@ -347,7 +393,9 @@ def test_opcheck(calls, mask):
     out, lse = sparse_attention(*plain[:2], indices, scale=0.4, v_dim=L, backend="npu")
     loss = (*plain[:2], *indexer, indices, lse, bounds, 0.4, "npu")
     _, *grads = (x.detach() for x in OPS.fused_kl_loss(*loss))
+    k = dense_inputs()[1]
     samples = {
+        "fused_dense_kl_loss": (*indexer, plain[0], k, bounds, 0.4, "npu"),
         "lightning_indexer": (*plain[2:], bounds, K, "npu"),
         "sparse_attention_backward": (out, None, *plain[:2], indices, out, lse, 0.4, "npu"),
         "fused_kl_loss": loss,
@@ -455,6 +503,4 @@ def test_operators_without_a_fused_one_say_what_has(calls):
         attention_target(q, kv, indices, lse, scale=0.4, backend="npu")
     with pytest.raises(ValueError, match=rf"indexer_kl_loss: .*{message}"):
         indexer_kl_loss(*indexer, indices, target, backend="npu")
-    with pytest.raises(ValueError, match=r"dense_indexer_kl_loss: .*before absorption.*'torch'"):
-        dense_indexer_kl_loss(*indexer, q, kv, scale=0.4, backend="npu")
     assert not calls

@@ -10,12 +10,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
+from torch_npu.op_plugin.meta import _meta_registrations as shapes
 
 import npu_operators
 from npu_dsa_kernels.backends import blocked, kernels
 from npu_dsa_kernels.backends.npu import sequences
 
 DEVICE = torch.device("npu", 0)
+
+# Its shape function starts the device to find out whether to warn about compilation, once.
+shapes._npu_fusion_attention_warning_printed = True
 
 
 class Mismatch(AssertionError):

@@ -13,6 +13,7 @@ from npu_dsa_kernels import (
     attention_target,
     backends,
     causal_bounds,
+    dense_indexer_kl_loss,
     dsa_attention,
     grouped_matmul,
     hadamard,
@@ -144,6 +145,41 @@ def test_gradients_reach_exactly_what_they_should(mode):
         attention_target(*tensors[:2], indices, layer.lse, scale=0.1)
 
 
+DENSE = [
+    "npu_dense_lightning_indexer_softmax_lse",
+    "npu_fusion_attention",
+    "npu_dense_lightning_indexer_grad_kl_loss",
+]
+
+
+def dense_inputs(B, S, T, H, HI, dtype=torch.bfloat16):
+    indexer = layer_inputs(B, S, T, H, HI, dtype)[2:]
+    q, k = (tensor(B, n, H, 192, dtype=dtype, grad=False) for n in (S, T))
+    return *indexer, q, k
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "T", "H", "HI", "mask", "dtype"),
+    [
+        (1, 4096, 4096, 128, 64, None, torch.bfloat16),
+        (2, 64, 64, 32, 8, None, torch.float16),
+        (2, 64, 128, 64, 16, "packed", torch.bfloat16),
+        (1, 64, 128, 128, 32, "head-tail", torch.bfloat16),
+        (2, 64, 64, 64, 64, "hidden", torch.bfloat16),
+        (2, 64, 64, 64, 64, "all hidden", torch.bfloat16),
+    ],
+)
+def test_dense_loss(mode, B, S, T, H, HI, mask, dtype):
+    bounds = fake_bounds(lambda: masks(B, S, T)[mask]) if mask else None
+    tensors = dense_inputs(B, S, T, H, HI, dtype)
+    loss = dense_indexer_kl_loss(*tensors, scale=0.1, bounds=bounds, reduction="sum")
+    assert mode.calls == ([] if mask == "all hidden" else DENSE)
+    grads = torch.autograd.grad(loss, tensors[:3])
+    assert (loss.shape, loss.dtype) == ((), torch.float32)
+    for x, grad in zip(tensors, grads, strict=False):
+        assert (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, DEVICE)
+
+
 @pytest.mark.parametrize("topk", [1, 2047, 3072, 8192])
 @pytest.mark.parametrize("H", [8, 16, 32, 64])
 def test_lightning_indexer(mode, topk, H):
@@ -259,6 +295,9 @@ def run_everything():
             *tensors, topk=16, scale=0.1, v_dim=L, bounds=mask, kl_reduction="sum"
         )
         torch.autograd.grad((layer.out.sum(), layer.kl), tensors)
+        dense_indexer_kl_loss(
+            *dense_inputs(1, 64, 64, 32, 64), scale=0.1, bounds=mask, reduction="sum"
+        )
     x, weight = tensor(128, 96), tensor(8, 96, 32)
     y = grouped_matmul(x, weight, counts=torch.zeros(8, dtype=torch.int64, device=DEVICE))
     torch.autograd.grad(y.sum(), (x, weight))
@@ -327,6 +366,16 @@ WRONG = [
         "actual_seq_klen",
         lambda x: x if x is None else x[:-1],
     ),
+    ("npu_fusion_attention", "softmax_layout", lambda x: ""),
+    ("npu_fusion_attention", "input_layout", lambda x: "BNSD"),
+    ("npu_fusion_attention", "atten_mask", nothing),
+    ("npu_fusion_attention", "sparse_mode", lambda x: 0),
+    ("npu_dense_lightning_indexer_softmax_lse", "key_index", half),
+    ("npu_dense_lightning_indexer_softmax_lse", "layout", lambda x: "BNSD"),
+    ("npu_dense_lightning_indexer_grad_kl_loss", "softmax_max", lambda x: x[..., 0]),
+    ("npu_dense_lightning_indexer_grad_kl_loss", "softmax_sum_index", lambda x: x.new_empty(0)),
+    ("npu_dense_lightning_indexer_grad_kl_loss", "key", lambda x: x[..., :1, :].contiguous()),
+    ("npu_dense_lightning_indexer_grad_kl_loss", "query_rope", nothing),
     ("npu_grouped_matmul", "group_list", lambda x: x.int()),
     ("npu_grouped_matmul", "group_list", nothing),
     ("npu_grouped_matmul", "group_list_type", lambda x: 1),
@@ -367,10 +416,14 @@ class Changed:
         return self.operator(*args, **kwargs)
 
 
+def test_everything_is_right_as_it_is(mode):
+    run_everything()
+    assert set(mode.calls) == set(npu_operators.SCHEMAS)
+
+
 @pytest.mark.parametrize(("name", "argument", "change"), WRONG)
 def test_a_wrong_argument_is_noticed(monkeypatch, name, argument, change):
     with contract(monkeypatch):
-        run_everything()  # right as it is
         wrong = Changed(getattr(torch.ops.npu, name), argument=argument, change=change)
         monkeypatch.setattr(torch.ops.npu, name, wrong)
         with pytest.raises(NotStated, match=name):
@@ -421,6 +474,7 @@ def emulated_arguments() -> dict[str, dict]:
     attention = {"query": q, "key": key, "sparse_indices": sparse, "scale_value": 1.0, **rope}
     x = torch.ones(N, D)
     slots = torch.arange(N * k).int()
+    index = {"query_index": q, "key_index": key, "weights": torch.ones(B, S, H)}
     mlp = {"input": x, "gamma": torch.ones(D)}
     return {
         "npu_lightning_indexer": {
@@ -432,8 +486,18 @@ def emulated_arguments() -> dict[str, dict]:
             **attention, "value": key, "d_out": q, "out": q, **statistics, "sparse_block_size": 1,
         },
         "npu_sparse_lightning_indexer_grad_kl_loss": {
-            **attention, **statistics, "query_index": q, "key_index": key,
-            "weights": torch.ones(B, S, H),
+            **attention, **statistics, **index,
+        },
+        "npu_fusion_attention": {
+            "query": q, "key": key.expand(B, T, H, D), "value": torch.ones(B, T, H, 5),
+            "head_num": H, "input_layout": "BSND", "sparse_mode": 3,
+        },
+        "npu_dense_lightning_indexer_softmax_lse": index,
+        "npu_dense_lightning_indexer_grad_kl_loss": {
+            **index, **rope, "key_rope": torch.ones(B, T, H, 2), "query": q,
+            "key": key.expand(B, T, H, D), "scale_value": 1.0,
+            "softmax_max": torch.ones(B, H, S, 1), "softmax_sum": torch.ones(B, H, S, 1),
+            "softmax_max_index": torch.ones(B, 1, S), "softmax_sum_index": torch.ones(B, 1, S),
         },
         "npu_rms_norm": mlp,
         "npu_rms_norm_backward": {**mlp, "dy": x, "rstd": torch.ones(N, 1)},
@@ -480,4 +544,6 @@ def test_emulation_has_the_shapes_of_the_real_operator(name):
     with torch._subclasses.FakeTensorMode():
         theirs = getattr(torch.ops.npu, name)(**{k: fake(v) for k, v in arguments.items()})
     ours, theirs = (x if isinstance(x, (tuple, list)) else (x,) for x in (ours, theirs))
-    assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
+    tensors = [[x for x in y if isinstance(x, torch.Tensor)] for y in (ours, theirs)]
+    a, b = ([(x.shape, x.dtype) for x in y] for y in tensors)
+    assert a == b

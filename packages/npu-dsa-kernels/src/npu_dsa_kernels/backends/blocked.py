@@ -358,10 +358,16 @@ def _dense_blocks(
         # Rows without keys go through the softmax as they are: hidden_nC takes them out after it.
         masked_nC = hidden_nC & ~hidden_nC.all(-1, keepdim=True)
 
-        q_nHD, kv_CD = q_BSHD[b, rows].to(target_dtype) * scale, kv_BTD[b, keys].to(target_dtype)
-        p_nC = kv_CD.new_zeros(hidden_nC.shape)
+        q_nHD, kv_CD = q_BSHD[b, rows].to(target_dtype) * scale, kv_BTD[b, keys]
+        own = kv_CD.dim() == 3  # keys [C, H, D] of each head's own
+        kv_CD = kv_CD if own else kv_CD.to(target_dtype)
+        p_nC = q_nHD.new_zeros(hidden_nC.shape)
         for heads in _head_blocks(H, p_nC):
-            logits_nhC = (q_nHD[:, heads].reshape(-1, D) @ kv_CD.T).view(n, -1, last - first)
+            if own:
+                kv_hDC = kv_CD[:, heads].to(target_dtype).permute(1, 2, 0)
+                logits_nhC = torch.bmm(q_nHD[:, heads].transpose(0, 1), kv_hDC).transpose(0, 1)
+            else:
+                logits_nhC = (q_nHD[:, heads].reshape(-1, D) @ kv_CD.T).view(n, -1, last - first)
             logits_nhC.masked_fill_(masked_nC.unsqueeze(1), float("-inf"))
             p_nC += logits_nhC.softmax(-1).sum(1)
         p_nC = p_nC.div_(p_nC.sum(-1, keepdim=True)).masked_fill_(hidden_nC, 0.0).to(dtype)

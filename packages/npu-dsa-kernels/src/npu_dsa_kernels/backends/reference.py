@@ -135,8 +135,15 @@ def dense_indexer_kl_loss(
     visible_BST = _visible(bounds_BS2, B, S, T, q_BSHD.device)
     key_T = torch.arange(T, device=q_BSHD.device, dtype=torch.int32)
     indices_BST = torch.where(visible_BST, key_T, -1)
-    _, lse_BSH = sparse_attention(q_BSHD, kv_BTD, indices_BST, scale, v_dim=1)
-    target_BST = attention_target(q_BSHD, kv_BTD, indices_BST, lse_BSH, scale)
+    if kv_BTD.dim() == 4:  # keys of each head's own
+        dtype = compute_dtype(q_BSHD.dtype)
+        logits_BSHT = scale * torch.einsum("bshd,bthd->bsht", q_BSHD.to(dtype), kv_BTD.to(dtype))
+        hidden_BS1T = ~visible_BST.unsqueeze(2)
+        p_BSHT = logits_BSHT.masked_fill(hidden_BS1T, float("-inf")).softmax(-1)
+        target_BST = p_BSHT.masked_fill(hidden_BS1T, 0.0).sum(2)
+    else:
+        _, lse_BSH = sparse_attention(q_BSHD, kv_BTD, indices_BST, scale, v_dim=1)
+        target_BST = attention_target(q_BSHD, kv_BTD, indices_BST, lse_BSH, scale)
     return indexer_kl_loss(q_index_BSHD, k_index_BTD, w_BSH, indices_BST, target_BST)
 
 

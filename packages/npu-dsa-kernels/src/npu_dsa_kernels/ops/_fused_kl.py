@@ -74,6 +74,55 @@ def _(
     )
 
 
+def fused_dense_kl_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    bounds: Tensor | None,
+    scale: float,
+    backend: str,
+) -> Tensor:
+    """`dense_indexer_kl_loss` summed, with its gradients in the forward as well."""
+    return _fused_dense_kl_loss(q_index, k_index, weights, q, k, bounds, scale, backend)[0]
+
+
+@torch.library.custom_op("npu_dsa::fused_dense_kl_loss", mutates_args=())
+def _fused_dense_kl_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    bounds: Tensor | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss [], and its gradients for q_index, k_index and weights."""
+    with no_autocast(q):
+        return kernels(backend).fused_dense_kl_loss(q_index, k_index, weights, q, k, bounds, scale)
+
+
+@_fused_dense_kl_loss.register_fake
+def _(
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    bounds: Tensor | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        q.new_empty((), dtype=torch.float32),
+        q_index.new_empty(q_index.shape),
+        k_index.new_empty(k_index.shape),
+        weights.new_empty(weights.shape),
+    )
+
+
 @torch.library.custom_op("npu_dsa::fused_kl_loss_backward", mutates_args=())
 def _fused_kl_loss_backward(
     d_loss: Tensor, dq: Tensor, dk: Tensor, dw: Tensor
@@ -95,5 +144,10 @@ def _backward(ctx, d_loss: Tensor, *d_gradients: Tensor):
     return None, None, dq, dk, dw, None, None, None, None, None
 
 
+def _dense_backward(ctx, d_loss: Tensor, *d_gradients: Tensor):
+    return *_fused_kl_loss_backward(d_loss, *ctx.saved_tensors), None, None, None, None, None
+
+
 _fused_kl_loss.register_autograd(_backward, setup_context=_setup_context)
+_fused_dense_kl_loss.register_autograd(_dense_backward, setup_context=_setup_context)
 once_differentiable(_fused_kl_loss_backward, "fused_kl_loss")

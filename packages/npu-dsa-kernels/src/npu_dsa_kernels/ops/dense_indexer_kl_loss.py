@@ -7,6 +7,7 @@ from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import compute_dtype, no_autocast
 from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._fused_kl import fused_dense_kl_loss
 from npu_dsa_kernels.ops.lightning_indexer import _check
 
 # B batch, S queries, T keys, H heads, D head dim (of the indexer and of the attention)
@@ -39,11 +40,12 @@ def dense_indexer_kl_loss(
     Args:
         q_index: [B, S, Hi, Di]; k_index: [B, T, Di]; weights: [B, S, Hi]: see `lightning_indexer`.
         q: [B, S, H, D], float64, float32, bfloat16 or float16, with all the heads.
-        kv: [B, T, D], of the same dtype.
+        kv: [B, T, D], of the same dtype, one key for all heads (matrix-absorbed attention); or
+            [B, T, H, D], keys of each head's own, as attention has them before absorption.
         scale: factor of the attention's logits.
         bounds: see `lightning_indexer`.
         reduction: "none", or "sum" over B and S.
-        backend: see `backends`.
+        backend: see `backends`. "npu" has only the sum, and only for keys of each head's own.
         validate: check the values of `bounds` too (synchronises with the device).
 
     Returns:
@@ -62,15 +64,25 @@ def dense_indexer_kl_loss(
     checks.not_empty("q", q, H=2, D=3)
     H, D = q.shape[2:]
     checks.shape("q", q, B=B, S=S, H=H, D=D)
-    checks.tensor("kv", kv, "B T D")
+    if isinstance(kv, Tensor) and kv.dim() == 4:
+        checks.shape("kv", kv, B=B, T=T, H=H, D=D)
+    else:
+        checks.tensor("kv", kv, "B T D")
+        checks.shape("kv", kv, B=B, T=T, D=D)
     checks.dtype("kv", kv, (q.dtype,), ", the dtype of q")
-    checks.shape("kv", kv, B=B, T=T, D=D)
     checks.scale(scale)
     checks.bounds(bounds, B, S, T, validate=validate)
     checks.same_device("q_index", q_index, q=q, kv=kv, bounds=bounds)
     checks.choice("reduction", reduction, ("none", "sum"))
     name = resolve(backend, q_index.device)
+    if name == "npu" and reduction != "sum":
+        want = "expected 'sum' on backend 'npu', whose operator sums over the tokens; "
+        raise checks.bad(
+            "reduction", repr(reduction), want + "backend='torch' has the loss of each"
+        )
     q, kv = q.detach(), kv.detach()
+    if name == "npu":
+        return fused_dense_kl_loss(q_index, k_index, weights, q, kv, bounds, float(scale), name)
     if name == "reference":
         with no_autocast(q_index):
             loss = reference.dense_indexer_kl_loss(q_index, k_index, weights, q, kv, bounds, scale)

@@ -5,10 +5,9 @@ Importing this module imports no torch_npu; `status` does, once, where it can be
 
 from npu_dsa_kernels.backends.npu.availability import status
 from npu_dsa_kernels.backends.npu.base import *  # noqa: F403
+from npu_dsa_kernels.backends.npu.dense import fused_dense_kl_loss
 from npu_dsa_kernels.backends.npu.dsa import (
     attention_target,
-    dense_indexer_kl_loss,
-    dense_indexer_kl_loss_backward,
     fused_kl_loss,
     indexer_kl_loss,
     indexer_kl_loss_backward,
@@ -19,8 +18,7 @@ from npu_dsa_kernels.backends.npu.dsa import (
 
 __all__ = [
     "attention_target",
-    "dense_indexer_kl_loss",
-    "dense_indexer_kl_loss_backward",
+    "fused_dense_kl_loss",
     "fused_kl_loss",
     "indexer_kl_loss",
     "indexer_kl_loss_backward",

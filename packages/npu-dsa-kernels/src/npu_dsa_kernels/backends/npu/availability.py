@@ -12,6 +12,9 @@ SUPPORTED = ((2, 13), (2, 15))
 """torch_npu, from and below."""
 
 OPERATORS = (
+    "npu_dense_lightning_indexer_grad_kl_loss",
+    "npu_dense_lightning_indexer_softmax_lse",
+    "npu_fusion_attention",
     "npu_grouped_matmul",
     "npu_lightning_indexer",
     "npu_moe_token_permute",

@@ -283,22 +283,6 @@ def indexer_kl_loss_backward(*arguments: object) -> NoReturn:
     _no_target("indexer_kl_loss")
 
 
-def _no_dense() -> NoReturn:
-    raise ValueError(
-        "dense_indexer_kl_loss: torch_npu's operator takes the heads before absorption (as many "
-        "key heads as query heads, 128 + 64 wide), which q and kv no longer hold; pass "
-        "backend='torch', which runs blocks on the same device"
-    )
-
-
-def dense_indexer_kl_loss(*arguments: object) -> NoReturn:
-    _no_dense()
-
-
-def dense_indexer_kl_loss_backward(*arguments: object) -> NoReturn:
-    _no_dense()
-
-
 def _split(x: Tensor, latent: int) -> tuple[Tensor, Tensor]:
     return x[..., :latent].contiguous(), x[..., latent:].contiguous()
 

@@ -140,6 +140,18 @@ def attention(q_BSHD: Tensor, kv_BTD: Tensor, v_dim: int | None, heads: Collecti
     rows("kv", B, kv_BTD.shape[1])
 
 
+def dense_attention(q_BSHD: Tensor, k_BTHD: Tensor) -> None:
+    B, S, H, D = q_BSHD.shape
+    if k_BTHD.dim() != 4:
+        want = "keys [B, T, H, D] of every head, as they are before absorption"
+        raise unsupported("kv", f"shape {tuple(k_BTHD.shape)}", want)
+    dtype("q", q_BSHD)
+    one_of("q", "H", H, _limits.dense_heads)
+    one_of("q", "D", D, (_limits.dense_head_dim + _limits.rope,))
+    rows("q", B, S)
+    rows("kv", B, k_BTHD.shape[1])
+
+
 def _listed(values: Collection[int]) -> str:
     """1, 2, 4 or, of consecutive numbers, 1..2048."""
     runs: list[list[int]] = []
