@@ -38,6 +38,7 @@ class Contract(TorchDispatchMode):
         super().__init__()
         self.calls: list[str] = []
         self.operators: list[str] = []
+        self.torch_operators: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -46,6 +47,8 @@ class Contract(TorchDispatchMode):
             self.calls.append(name)
             npu_operators.check(name, args, kwargs)
             return func(*args, **kwargs)
+        if func.namespace == "aten":
+            self.torch_operators.add(func.name())
         if func.namespace != "npu_dsa" or args[-1] != "npu":
             return func(*args, **kwargs)
         self.operators.append(name)

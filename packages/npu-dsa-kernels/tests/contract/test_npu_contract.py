@@ -284,6 +284,106 @@ def test_every_operator_of_the_backend_was_followed(mode):
     ]
 
 
+REFUSED = {
+    "topk": (
+        lambda: lightning_indexer(*layer_inputs(1, 64, 64, 16, 64)[2:], topk=2049),
+        r"topk: got 2049; .*1..2048, 3072",
+    ),
+    "index heads": (
+        lambda: lightning_indexer(*layer_inputs(1, 64, 64, 16, 4)[2:], topk=8),
+        r"q_index: got H=4; .*8, 16, 32, 64",
+    ),
+    "dtype of the indexer": (
+        lambda: lightning_indexer(*layer_inputs(1, 64, 64, 16, 8, torch.float32)[2:], topk=8),
+        r"q_index: got torch.float32; .*bfloat16 or float16",
+    ),
+    "heads": (
+        lambda: sparse_attention(*layer_inputs(1, 8, 8, 12, 8)[:2], some_indices(), **ATTENTION),
+        r"q: got H=12; .*1, 2, 4, 8",
+    ),
+    "v_dim": (
+        lambda: sparse_attention(
+            *layer_inputs(1, 8, 8, 16, 8)[:2], some_indices(), scale=0.1, v_dim=256
+        ),
+        r"v_dim: got v_dim=256; .*512",
+    ),
+    "keys of a query": (
+        lambda: sparse_attention(
+            *layer_inputs(1, 8, 8, 16, 8)[:2], some_indices(3072), **ATTENTION
+        ),
+        r"indices: got K=3072; .*at most 2048",
+    ),
+    "loss per token": (
+        lambda: dsa_attention(*layer_inputs(1, 8, 8, 16, 8), topk=4, **ATTENTION),
+        r"kl_reduction: got 'none'; .*'sum'",
+    ),
+    "reduced target": (
+        lambda: dsa_attention(
+            *layer_inputs(1, 8, 8, 16, 8),
+            topk=4,
+            kl_reduction="sum",
+            reduce_target=lambda x: x,
+            **ATTENTION,
+        ),
+        r"reduce_target: got a function; .*all-to-all",
+    ),
+    "absorbed keys": (
+        lambda: dense_indexer_kl_loss(
+            *layer_inputs(1, 8, 8, 16, 8)[2:],
+            *layer_inputs(1, 8, 8, 16, 8)[:2],
+            scale=0.1,
+            reduction="sum",
+        ),
+        r"kv: got shape \(1, 8, 576\); .*before absorption",
+    ),
+    "groups": (
+        lambda: grouped_matmul(
+            tensor(8, 4), tensor(1024, 4, 4), counts=torch.zeros(1024, device=DEVICE).long()
+        ),
+        r"weight: got G=1024; .*at most 1023",
+    ),
+    "dtype of a weight": (
+        lambda: rms_norm(tensor(8, 4), tensor(4, dtype=torch.float32)),
+        r"weight: got torch.float32; .*bfloat16, the dtype of x",
+    ),
+    "float64": (lambda: swiglu(tensor(8, 4, dtype=torch.float64)), r"x: got torch.float64"),
+}
+ATTENTION = {"scale": 0.1, "v_dim": L}
+
+
+def some_indices(K: int = 4):
+    return torch.zeros(1, 8, K, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("what", list(REFUSED))
+def test_limits_are_checked_before_any_call(mode, what):
+    call, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert not mode.calls
+
+
+def test_torch_operators_between_the_calls_have_npu_kernels(mode):
+    """The glue around the calls: torch_npu would run what it lacks on the CPU, with a copy."""
+    run_everything()
+    assert len(mode.torch_operators) > 30
+    assert {name for name in mode.torch_operators if not runs_on_npu(name)} == set()
+    assert not runs_on_npu("aten::linalg_eig")  # there are such operators
+
+
+def runs_on_npu(name: str) -> bool:
+    """torch_npu has a kernel for it, or for what torch makes of it."""
+
+    def has(name: str, key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+    if has(name, "PrivateUse1") or has(name, "CompositeImplicitAutograd"):
+        return True
+    if has(name, "CompositeExplicitAutogradNonFunctional"):
+        return has(name.split(".")[0].removesuffix("_") + ".out", "PrivateUse1")
+    return has(name, "CompositeExplicitAutograd")
+
+
 # --- the harness must notice ---------------------------------------------------------------------
 
 

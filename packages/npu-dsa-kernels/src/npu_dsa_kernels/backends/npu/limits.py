@@ -6,7 +6,7 @@ reference, CANN 8.5 and later).
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 
 import torch
@@ -32,6 +32,7 @@ class Limits:
     dense_heads: Collection[int] = (32, 64, 128)
     dense_head_dim: int = 128
     index_heads: Collection[int] = (8, 16, 32, 64)
+    """Of the losses, and taken to be the indexer's: its older documentation names 64 alone."""
     index_dim: int = 128
     slots: int = 2048
     """Width of the index rows that the attention takes; fewer keys leave empty slots."""
@@ -57,7 +58,7 @@ def current() -> Limits:
 
 
 @contextmanager
-def override(**changes: object) -> Iterator[None]:
+def override(**changes: object) -> Generator[None, None, None]:
     """Replace limits while an emulation of the operators, without a device, is tested."""
     global _limits
     before = _limits
