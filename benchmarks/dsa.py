@@ -230,7 +230,8 @@ def loss_flops(p: Params) -> float:
 
 
 def indexer_flops(p: Params) -> float:
-    return select_flops(p) + loss_flops(p)
+    """The loss takes the scores from the selection; only its gradient computes them again."""
+    return select_flops(p) + (loss_flops(p) * 3 / 4 if grad(p) else 0)
 
 
 def small_indexer_flops(p: Params) -> float:
@@ -401,8 +402,8 @@ def build_indexer(p: Params) -> Task:
     d_loss = loss_gradient(p)
 
     def forward():
-        indices, _ = dsa.lightning_indexer(q, k, w, topk=p["K"])
-        return [dsa.indexer_kl_loss(q, k, w, indices, target)], [d_loss]
+        indices, scores = dsa.lightning_indexer(q, k, w, topk=p["K"])
+        return [dsa.indexer_kl_loss(q, k, w, indices, target, scores=scores)], [d_loss]
 
     return task(p, forward, (q, k, w), index_result)
 
@@ -416,9 +417,9 @@ def build_indexer_and_target(p: Params) -> Task:
         _, lse = dsa.sparse_attention(layer_q, kv, indices, scale=SCALE, v_dim=L)
 
     def forward():
-        indices, _ = dsa.lightning_indexer(q, k, w, topk=p["K"])
+        indices, scores = dsa.lightning_indexer(q, k, w, topk=p["K"])
         target = dsa.attention_target(layer_q, kv, indices, lse, scale=SCALE)
-        return [dsa.indexer_kl_loss(q, k, w, indices, target)], [d_loss]
+        return [dsa.indexer_kl_loss(q, k, w, indices, target, scores=scores)], [d_loss]
 
     return task(p, forward, (q, k, w), index_result)
 

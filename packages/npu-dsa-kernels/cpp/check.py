@@ -44,11 +44,9 @@ def main(kind: str) -> None:
         sets = hatch_build.compile_library(compiler, CPP, library, flags)
         print(f"{kind}: built for {', '.join(sets)}", flush=True)
         openmp = "-pthread" if "-DDSA_PLAIN_THREADS" in flags else "-fopenmp"
-        source = str(CPP / "standalone.cpp")
-        hatch_build.run(
-            [compiler, "-std=c++17", "-O1", *flags, openmp, source, str(library)]
-            + [f"-Wl,-rpath,{folder}", "-o", str(program)]
-        )
+        inputs = [str(CPP / "standalone.cpp"), str(library), f"-Wl,-rpath,{folder}"]
+        options = ["-std=c++17", "-O1", *flags, openmp]
+        hatch_build.run([compiler, *options, *inputs, "-o", str(program)])
         subprocess.run([*emulator, str(program)], check=True)
         if kind == "address":
             spec = importlib.util.find_spec("npu_dsa_kernels")

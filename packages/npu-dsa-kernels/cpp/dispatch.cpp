@@ -80,8 +80,8 @@ int dsa_use(const char* instruction_set) {
 int dsa_multiplies_bfloat16(void) { return found.current->multiplies_bfloat16; }
 
 int dsa_sparse_attention(const dsa_shape* shape, const void* q, const void* kv,
-                         const int32_t* indices, void* out, float* lse) {
-    return found.current->sparse_attention(*shape, q, kv, indices, out, lse);
+                         const int32_t* indices, void* out, float* lse, float* target) {
+    return found.current->sparse_attention(*shape, q, kv, indices, out, lse, target);
 }
 
 int dsa_sparse_attention_backward(const dsa_shape* shape, const void* q, const void* kv,

@@ -32,9 +32,10 @@ DSA_API int dsa_use(const char* instruction_set);
 // Whether the one in use multiplies bfloat16 pairs itself. If not, pass float32.
 DSA_API int dsa_multiplies_bfloat16(void);
 
-// q [B,S,H,D], kv [B,T,D], indices [B,S,K] -> out [B,S,H,V], lse [B,S,H]
+// q [B,S,H,D], kv [B,T,D], indices [B,S,K] -> out [B,S,H,V], lse [B,S,H], and target [B,S,K] if it
+// is not null
 DSA_API int dsa_sparse_attention(const dsa_shape* shape, const void* q, const void* kv,
-                         const int32_t* indices, void* out, float* lse);
+                         const int32_t* indices, void* out, float* lse, float* target);
 // d_out like out, d_lse like lse -> dq like q, d_kv float32 [B,T,D], which must come in as zeros
 DSA_API int dsa_sparse_attention_backward(const dsa_shape* shape, const void* q, const void* kv,
                                   const int32_t* indices, const float* lse, const void* d_out,

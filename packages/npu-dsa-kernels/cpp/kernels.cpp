@@ -104,6 +104,11 @@ struct Selection {
         padded = round_up(n, kRowPadding);
         for (int64_t j = n; j < padded; j++) rows[j] = zeros;
     }
+    // From the order of the rows to that of the slots, zeros where there is no key.
+    void put_back(const float* from, int64_t K, float* to) const {
+        memset(to, 0, K * sizeof(float));
+        for (int64_t j = 0; j < n; j++) to[slots[j]] = from[j];
+    }
 };
 
 int64_t row_stride(int64_t K) { return round_up(K, kRowPadding) + 16; }  // no power of two
@@ -153,10 +158,11 @@ struct AttentionScratch {
     }
 };
 
-// p = exp(scale * logits - peak), zeros behind the n-th; the peak, and the sum of p.
+// e, p = exp(scale * logits - peak), zeros behind the n-th; the peak, and the sum of e. The logits
+// are scaled, e may be in their place.
 template <class E>
-void exponentials(float* logits, int64_t n, int64_t padded, float scale, E* p, float* peak,
-                  float* total) {
+void exponentials(float* logits, int64_t n, int64_t padded, float scale, float* e, E* p,
+                  float* peak, float* total) {
     Vector best = fill(-INFINITY), all = {};
     for (int64_t j = 0; j < padded; j += kLanes) {
         const Vector logit = select(below(j, n), load(logits + j) * scale, fill(-INFINITY));
@@ -166,16 +172,17 @@ void exponentials(float* logits, int64_t n, int64_t padded, float scale, E* p, f
     *peak = largest(best);
     if (*peak == -INFINITY) *peak = 0;
     for (int64_t j = 0; j < padded; j += kLanes) {
-        const Vector e = exp(load(logits + j) - *peak);
-        all += e;
-        put(p + j, e);
+        const Vector x = exp(load(logits + j) - *peak);
+        all += x;
+        store(e + j, x);
+        put(p + j, x);
     }
     *total = sum(all);
 }
 
 template <class E>
 int sparse_attention(const dsa_shape& shape, const void* q_, const void* kv_,
-                     const int32_t* indices, void* out_, float* lse) {
+                     const int32_t* indices, void* out_, float* lse, float* target) {
     const auto [B, S, T, H, D, V, K, dtype, threads, scale] = shape;
     const E *q = static_cast<const E*>(q_), *kv = static_cast<const E*>(kv_);
     E* const out = static_cast<E*>(out_);
@@ -189,6 +196,7 @@ int sparse_attention(const dsa_shape& shape, const void* q_, const void* kv_,
         team.each(B * S, [&](int64_t t) {
             my.selection.choose(indices + t * K, K, kv + t / S * T * D, T, D);
             const int64_t n = my.selection.n, padded = my.selection.padded;
+            put_zeros(my.target, padded);
             for (int64_t h0 = 0; h0 < H; h0 += group) {
                 const int64_t heads = at_most(group, H - h0);
                 const int64_t tiles = round_up(heads, kHeads);
@@ -197,15 +205,20 @@ int sparse_attention(const dsa_shape& shape, const void* q_, const void* kv_,
                 float* const my_lse = lse + t * H + h0;
                 for (int64_t h = 0; h < tiles; h++) {
                     float peak, total;
-                    exponentials(my.logits + h * ld, n, padded, scale, my.p + h * ld, &peak,
-                                 &total);
+                    float* const logits = my.logits + h * ld;
+                    exponentials(logits, n, padded, scale, logits, my.p + h * ld, &peak, &total);
                     my.norms[h] = total == 0 ? 0.0f : 1.0f / total;  // no keys: out is 0
-                    if (h < heads) my_lse[h] = logf(total) + peak;
+                    if (h >= heads) continue;
+                    my_lse[h] = logf(total) + peak;
+                    for (int64_t j = 0; target && j < padded; j += kLanes)
+                        store(my.target + j,
+                              load(my.target + j) + load(logits + j) * my.norms[h]);
                 }
                 mix_rows(my.p, ld, tiles, my.selection.rows, padded, V, my.out, V);
                 for (int64_t h = 0; h < heads; h++)
                     put_row(out + (t * H + h0 + h) * V, my.out + h * V, V, my.norms[h]);
             }
+            if (target) my.selection.put_back(my.target, K, target + t * K);
         });
     });
     return DSA_OK;
@@ -225,7 +238,7 @@ int attention_target(const dsa_shape& shape, const void* q_, const void* kv_,
         my.selection.clear_zeros(D);
         team.each(B * S, [&](int64_t t) {
             my.selection.choose(indices + t * K, K, kv + t / S * T * D, T, D);
-            const int64_t n = my.selection.n, padded = my.selection.padded;
+            const int64_t padded = my.selection.padded;
             put_zeros(my.target, ld);
             for (int64_t h0 = 0; h0 < H; h0 += group) {
                 const int64_t heads = at_most(group, H - h0);
@@ -240,9 +253,7 @@ int attention_target(const dsa_shape& shape, const void* q_, const void* kv_,
                                                  exp(load(my.logits + h * ld + j) * scale - norm));
                 }
             }
-            float* const row = target + t * K;
-            put_zeros(row, K);
-            for (int64_t j = 0; j < n; j++) row[my.selection.slots[j]] = my.target[j];
+            my.selection.put_back(my.target, K, target + t * K);
         });
     });
     return DSA_OK;
@@ -487,7 +498,7 @@ int indexer_kl_loss(const dsa_shape& shape, const void* q, const void* k, const 
                 return;
             const int64_t n = my.selection.n;
             float peak, total;
-            exponentials(my.scores, n, my.selection.padded, 1.0f, my.p, &peak, &total);
+            exponentials(my.scores, n, my.selection.padded, 1.0f, my.p, my.p, &peak, &total);
             const float norm = logf(total) + peak;
             float divergence = 0;
             for (int64_t j = 0; j < n; j++) {
@@ -527,7 +538,7 @@ int indexer_kl_loss_backward(const dsa_shape& shape, const void* q_, const void*
         }
         const int64_t n = my.selection.n, padded = my.selection.padded;
         float peak, total;
-        exponentials(my.scores, n, padded, 1.0f, my.p, &peak, &total);
+        exponentials(my.scores, n, padded, 1.0f, my.p, my.p, &peak, &total);
         float* const d_i = my.p;  // dI = y - p, exactly
         for (int64_t j = 0; j < padded; j += kLanes)
             store(d_i + j, (load(my.p + j) / total - load(my.target + j)) * d_loss[t]);
@@ -667,7 +678,9 @@ const Kernels DSA_JOIN(kernels_, DSA_INSTRUCTION_SET) = {
     DSA_STRING(DSA_INSTRUCTION_SET),
     kMultipliesBFloat16,
     [](const dsa_shape& shape, const void* q, const void* kv, const int32_t* indices, void* out,
-       float* lse) { return DSA_FOR_DTYPE(::sparse_attention, shape, q, kv, indices, out, lse); },
+       float* lse, float* target) {
+        return DSA_FOR_DTYPE(::sparse_attention, shape, q, kv, indices, out, lse, target);
+    },
     [](const dsa_shape& shape, const void* q, const void* kv, const int32_t* indices,
        const float* lse, const void* d_out, const float* d_lse, void* dq, float* d_kv) {
         return DSA_FOR_DTYPE(::sparse_attention_backward, shape, q, kv, indices, lse, d_out, d_lse,

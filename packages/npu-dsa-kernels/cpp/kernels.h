@@ -9,7 +9,7 @@ struct Kernels {
     const char* name;
     bool multiplies_bfloat16;
     int (*sparse_attention)(const dsa_shape&, const void*, const void*, const int32_t*, void*,
-                            float*);
+                            float*, float*);
     int (*sparse_attention_backward)(const dsa_shape&, const void*, const void*, const int32_t*,
                                      const float*, const void*, const float*, void*, float*);
     int (*attention_target)(const dsa_shape&, const void*, const void*, const int32_t*,

@@ -181,10 +181,11 @@ void run(int64_t B, int64_t S, int64_t T, int64_t H, int64_t D, int64_t V, int64
 
     Tensor a_out(N * H * V, bf16), a_dq(N * H * D, bf16), a_dqi(N * H * D, bf16);
     std::vector<float> a_lse(N * H), a_kv(B * T * D), a_target(N * K), a_loss(N), a_ki(B * T * D);
+    std::vector<float> a_with(N * K);
     std::vector<float> a_dw(N * H);
     int status = 0;
     status |= dsa_sparse_attention(&shape, q.data(), kv.data(), indices.data(), a_out.data(),
-                                   a_lse.data());
+                                   a_lse.data(), a_with.data());
     status |= dsa_sparse_attention_backward(&shape, q.data(), kv.data(), indices.data(),
                                             a_lse.data(), d_out.data(), d_lse.wide.data(),
                                             a_dq.data(), a_kv.data());
@@ -201,6 +202,7 @@ void run(int64_t B, int64_t S, int64_t T, int64_t H, int64_t D, int64_t V, int64
     compare("dq", a_dq, dq, rounded);
     compare("d_kv", a_kv, d_kv, rounded);
     compare("target", a_target, target, 1e-5);
+    compare("target of the attention", a_with, target, 1e-5);
     compare("loss", a_loss, loss, 1e-5);
     compare("dq_index", a_dqi, dqi, rounded);
     compare("dk_index", a_ki, dki, rounded);

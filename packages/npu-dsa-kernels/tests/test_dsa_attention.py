@@ -6,7 +6,15 @@ from hypothesis import given
 
 import dsa_definitions as definition
 from dsa_definitions import EVERY, TOLERANCE, assert_close, cases, leaves
-from npu_dsa_kernels import causal_bounds, dsa_attention
+from npu_dsa_kernels import (
+    DSAOutput,
+    attention_target,
+    causal_bounds,
+    dsa_attention,
+    indexer_kl_loss,
+    lightning_indexer,
+    sparse_attention,
+)
 from npu_dsa_kernels.backends import reference
 
 B, S, H, D, V, HI, DI, K = 2, 32, 3, 10, 6, 4, 8, 8
@@ -245,6 +253,40 @@ def test_loss_of_another_backend(monkeypatch):
     assert_close(layer.kl, whole.kl, 1e-12)
     dsa_attention(*tensors, **SETTINGS, backend="torch")
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_layer_equals_its_operators_one_by_one(backend, dtype):
+    # The layer takes the target from the attention and the scores from the indexer.
+    tensors = inputs(dtype=dtype)
+    q, kv, *indexer = whole = leaves(*tensors)
+    layer = dsa_attention(*whole, **SETTINGS, backend=backend)
+    assert not layer.indices.requires_grad
+    expected = gradients(layer, whole)
+
+    q, kv, *indexer = apart = leaves(*tensors)
+    indices, _ = lightning_indexer(*indexer, topk=K, backend=backend)
+    out, lse = sparse_attention(q, kv, indices, scale=0.4, v_dim=V, backend=backend)
+    target = attention_target(q, kv, indices, lse, scale=0.4, backend=backend)
+    kl = indexer_kl_loss(*indexer, indices, target, backend=backend)
+    assert torch.equal(indices, layer.indices)
+    assert torch.equal(out, layer.out)
+    assert torch.equal(lse, layer.lse)
+    assert_close(layer.kl, kl, TOLERANCE[dtype], floor=0.1)
+    actual = gradients(DSAOutput(out, lse, indices, kl), apart)
+    for name, a, b in zip(NAMES, actual, expected, strict=True):
+        assert_close(a, b, TOLERANCE[dtype], name)
+
+
+def test_the_layer_s_target_is_reduced(backend):
+    q, kv, *indexer = inputs()
+    seen = []
+    layer = dsa_attention(
+        q, kv, *indexer, **SETTINGS, reduce_target=lambda t: seen.append(t) or t, backend=backend
+    )
+    expected = definition.attention_target(q, kv, layer.indices, 0.4)
+    assert_close(seen[0], expected, 1e-10)
+    assert not seen[0].requires_grad
 
 
 def test_sum_of_the_loss(backend):

@@ -7,7 +7,7 @@ from hypothesis import given
 import dsa_definitions as definition
 from base_definitions import assert_rounds_less_than
 from dsa_definitions import EVERY, PACKED, TOLERANCE, Case, assert_close, cases, leaves
-from npu_dsa_kernels import indexer_kl_loss
+from npu_dsa_kernels import indexer_kl_loss, lightning_indexer
 from npu_dsa_kernels.backends import blocked
 
 NAMES = ("loss", "dq", "dk", "dw")
@@ -259,6 +259,25 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_known_scores_give_the_same_loss_and_gradients(dtype):
+    inputs = leaves(*PACKED.indexer(dtype))
+    indices, scores = lightning_indexer(*inputs, topk=4, bounds=PACKED.bounds, backend="torch")
+    indices[1, 12] = -1  # scores of empty slots are not looked at
+    scores = scores.masked_fill(indices < 0, 3.0)
+    target = torch.rand(2, 16, 4, dtype=scores.dtype)
+    target[0, 5] = 0
+    losses = [
+        indexer_kl_loss(*inputs, indices, target, scores=known, backend="torch")
+        for known in (None, scores)
+    ]
+    assert losses[0][0, 3] > 0
+    assert_close(losses[1], losses[0], TOLERANCE.get(dtype, 1e-5), "loss")
+    grads = [torch.autograd.grad(loss.sum(), inputs) for loss in losses]
+    for known, computed in zip(*grads, strict=True):
+        assert torch.equal(known, computed)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -289,6 +308,10 @@ ARGUMENTS = {
         ({"target": torch.ones(2, 8, 2).int()}, r"target: got torch.int32; expected float64"),
         ({"target": torch.ones(2, 8, 2, device="meta")}, r"target: got device meta"),
         ({"target": -torch.ones(2, 8, 2), "validate": True}, r"target: got negative or non-fin"),
+        ({"scores": torch.ones(2, 8)}, r"scores: got shape \(2, 8\); expected 3 dimensions"),
+        ({"scores": torch.ones(2, 8, 3)}, r"scores: got shape \(2, 8, 3\); expected \[B=2, S=8, K"),
+        ({"scores": torch.ones(2, 8, 2).half()}, r"scores: got torch.float16; expected float32"),
+        ({"scores": torch.ones(2, 8, 2, device="meta")}, r"scores: got device meta; expected cpu"),
         ({"backend": ""}, r"backend: got ''; expected one of reference"),
     ],
 )

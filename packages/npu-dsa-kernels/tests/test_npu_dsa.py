@@ -197,6 +197,24 @@ def test_plan_of_head_tail_shards():
     assert plan.visible_n1.flatten().tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
 
 
+def test_sequences_end_with_the_batch_row_and_run_over_hidden_rows(calls):
+    # Row 1 of the batch goes on where row 0 stops; in it, a hidden row lies between neighbours.
+    bounds = torch.tensor(
+        [[[0, 1], [0, 2], [0, 3], [0, 4]], [[0, 5], [0, 0], [0, 6], [0, 7]]], dtype=torch.int32
+    )
+    plan = sequences.plan(bounds, 8)
+    assert plan.parts[0].query_ends == [4, 7]
+    assert plan.parts[0].key_ends == [4, 4 + 7]
+    tensors = inputs(s=4, t=8)
+    layer, grads = layer_and_gradients(tensors, bounds=bounds, topk=3, backend="npu")
+    expected, expected_grads = layer_and_gradients(
+        tensors, bounds=bounds, topk=3, backend="reference"
+    )
+    assert torch.equal(layer.indices, expected.indices)
+    for name, a, b in zip(NAMES, grads, expected_grads, strict=True):
+        assert_close(a, b, 1e-5, name)
+
+
 def test_bounds_are_read_once(calls, monkeypatch):
     reads = []
     read = sequences.read
@@ -209,6 +227,11 @@ def test_bounds_are_read_once(calls, monkeypatch):
     bounds[:, 3] = 0  # another version of the tensor: row 3 is hidden now
     layer = dsa_attention(q, kv, *indexer, **SETTINGS, bounds=bounds, backend="npu")
     assert len(reads) == 2
+    longer = inputs(t=S + 3)
+    more, _ = lightning_indexer(*longer[2:], topk=K, bounds=bounds, backend="npu")  # and more keys
+    assert len(reads) == 3
+    expected, _ = lightning_indexer(*longer[2:], topk=K, bounds=bounds, backend="reference")
+    assert torch.equal(more, expected)
     assert (layer.indices[:, 3] == -1).all()
     known = len(sequences._plans)
     del bounds

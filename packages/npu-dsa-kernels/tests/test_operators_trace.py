@@ -54,7 +54,8 @@ def samples() -> dict[str, tuple]:
         "sparse_attention": (q, kv, indices, 0.4, 3, "torch"),
         "sparse_attention_backward": (*(out, d_lse, *plain[:2], indices, out, lse, 0.4, "torch"),),
         "attention_target": (*plain[:2], indices, lse, 0.4, "torch"),
-        "indexer_kl_loss": (qi, ki, w, indices, target, "torch"),
+        "sparse_attention_with_target": (q, kv, indices, 0.4, 3, "torch"),
+        "indexer_kl_loss": (qi, ki, w, indices, target, None, "torch"),
         "indexer_kl_loss_backward": (lse[..., 0].exp(), *plain[2:], indices, target, "torch"),
         "dense_indexer_kl_loss": (qi, ki, w, *plain[:2], PACKED.bounds, 0.4, "torch"),
         "dense_indexer_kl_loss_backward": (
@@ -98,7 +99,10 @@ def without_optionals() -> dict[str, tuple]:
     x, rstd = torch.randn(3, 4, requires_grad=True), torch.rand(3, 1)
     rows = torch.tensor([[0, 3], [2, -1], [1, 4]], dtype=torch.int32)
     plain = torch.randn(7, 4)
+    qi, ki, w = leaves(*PACKED.indexer())
+    target = torch.rand(2, 16, 4, dtype=torch.float64)
     return {
+        "indexer_kl_loss": (qi, ki, w, PACKED.indices(), target, target.log(), "torch"),
         "lightning_indexer": (*(t.detach() for t in inputs()[2:]), None, 4, "torch"),
         "rms_norm": (x, None, 1e-6, "torch"),
         "rms_norm_backward": (x.detach(), x.detach(), None, rstd, "torch"),

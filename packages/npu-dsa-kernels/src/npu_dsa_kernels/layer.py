@@ -11,7 +11,7 @@ from npu_dsa_kernels.ops._fused_kl import fused_kl_loss
 from npu_dsa_kernels.ops.attention_target import attention_target
 from npu_dsa_kernels.ops.indexer_kl_loss import indexer_kl_loss
 from npu_dsa_kernels.ops.lightning_indexer import lightning_indexer
-from npu_dsa_kernels.ops.sparse_attention import sparse_attention
+from npu_dsa_kernels.ops.sparse_attention import attention_and_target, sparse_attention
 
 
 class DSAOutput(NamedTuple):
@@ -81,8 +81,9 @@ def dsa_attention(
         raise checks.bad("k_index", f"shape {tuple(k_index.shape)}", want)
 
     checks.choice("kl_reduction", kl_reduction, ("none", "sum"))
-    kl_backend = backend if kl_backend is None else kl_backend
-    fused_kl = compute_kl and resolve(kl_backend, q.device) == "npu"
+    name = resolve(backend, q.device)
+    kl_name = name if kl_backend is None else resolve(kl_backend, q.device)
+    fused_kl = compute_kl and kl_name == "npu"
     if fused_kl and kl_reduction != "sum":
         want = (
             "expected 'sum' on backend 'npu', whose operator sums over the tokens; "
@@ -97,21 +98,31 @@ def dsa_attention(
         )
         raise checks.bad("reduce_target", "a function", want)
 
-    indices, _ = lightning_indexer(
-        q_index, k_index, weights, topk=topk, bounds=bounds, backend=backend, validate=validate
+    indices, scores = lightning_indexer(
+        q_index, k_index, weights, topk=topk, bounds=bounds, backend=name, validate=validate
     )
-    out, lse = sparse_attention(q, kv, indices, scale=scale, v_dim=v_dim, backend=backend)
     kl = None
+    if compute_kl and not fused_kl and name == kl_name:
+        # One backend does it all: the attention leaves the target, the indexer its scores.
+        out, lse, target = attention_and_target(
+            q, kv, indices, scale=scale, v_dim=v_dim, backend=name
+        )
+    else:
+        out, lse = sparse_attention(q, kv, indices, scale=scale, v_dim=v_dim, backend=name)
+        target, scores = None, None
     if fused_kl:
         kl = fused_kl_loss(q, kv, q_index, k_index, weights, indices, lse, bounds, scale, "npu")
     elif compute_kl:
-        target = attention_target(q, kv, indices, lse, scale=scale, backend=kl_backend)
+        if target is None:
+            target = attention_target(q, kv, indices, lse, scale=scale, backend=kl_name)
         if reduce_target is not None:
             target = reduce_target(target)
             if not isinstance(target, Tensor):
                 got = f"a function that returned {type(target).__name__}"
                 raise checks.bad("reduce_target", got, "expected it to return the reduced target")
-        kl = indexer_kl_loss(q_index, k_index, weights, indices, target, backend=kl_backend)
+        kl = indexer_kl_loss(
+            q_index, k_index, weights, indices, target, scores=scores, backend=kl_name
+        )
         if kl_reduction == "sum":
             kl = kl.sum()
     return DSAOutput(out, lse, indices, kl)

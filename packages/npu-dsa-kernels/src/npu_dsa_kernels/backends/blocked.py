@@ -36,9 +36,9 @@ from npu_dsa_kernels.backends.precision import compute_dtype
 # N = B * S queries in a row, n queries of a block, R = B * T + 1 rows of a gathered table,
 # C keys in the column range of a block
 
-# Bytes of a block's largest buffers: on CPU small enough to stay in the cache between the calls,
-# elsewhere large enough to fill the device.
-_CPU_BLOCK_BYTES = 2 * 2**20
+# Bytes of a block's largest buffers: on CPU a part of the shared cache, in which they stay between
+# the calls, elsewhere large enough to fill the device.
+_CPU_BLOCK_BYTES = 8 * 2**20
 _DEVICE_BLOCK_BYTES = 256 * 2**20
 
 _INT64_MIN = -(2**63)
@@ -118,8 +118,28 @@ def _ordered_topk(scores_nC: Tensor, hidden_nC: Tensor, k: int) -> tuple[Tensor,
 def sparse_attention(
     q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, scale: float, v_dim: int
 ) -> tuple[Tensor, Tensor]:
+    return _sparse_attention(q_BSHD, kv_BTD, indices_BSK, scale, v_dim, None)
+
+
+def sparse_attention_with_target(
+    q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, scale: float, v_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    target_BSK = q_BSHD.new_empty(indices_BSK.shape, dtype=compute_dtype(q_BSHD.dtype))
+    out_BSHV, lse_BSH = _sparse_attention(q_BSHD, kv_BTD, indices_BSK, scale, v_dim, target_BSK)
+    return out_BSHV, lse_BSH, target_BSK
+
+
+def _sparse_attention(
+    q_BSHD: Tensor,
+    kv_BTD: Tensor,
+    indices_BSK: Tensor,
+    scale: float,
+    v_dim: int,
+    target_BSK: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Fills `target_BSK` too if there is one."""
     if compiled.takes(q_BSHD, kv_BTD):
-        return compiled.sparse_attention(q_BSHD, kv_BTD, indices_BSK, scale, v_dim)
+        return compiled.sparse_attention(q_BSHD, kv_BTD, indices_BSK, scale, v_dim, target_BSK)
     B, S, H, D = q_BSHD.shape
     K = indices_BSK.shape[2]
     dtype = compute_dtype(q_BSHD.dtype)
@@ -137,8 +157,10 @@ def sparse_attention(
         total_nH1 = e_nHK.sum(-1, keepdim=True)
         lse_NH[rows] = (total_nH1.log() + peak_nH1).squeeze(-1)
         # A row without keys has total 0 and a numerator of 0.
-        out_nHV = torch.bmm(e_nHK, kv_nKD[..., :v_dim])
-        out_NHV[rows] = out_nHV.div_(total_nH1.masked_fill(total_nH1 == 0, 1.0))
+        total_nH1 = total_nH1.masked_fill_(total_nH1 == 0, 1.0)
+        out_NHV[rows] = torch.bmm(e_nHK, kv_nKD[..., :v_dim]).div_(total_nH1)
+        if target_BSK is not None:
+            target_BSK.view(B * S, K)[rows] = e_nHK.div_(total_nH1).sum(1)
     return out_NHV.view(B, S, H, v_dim), lse_NH.view(B, S, H)
 
 
@@ -210,8 +232,16 @@ def attention_target(
 
 
 def indexer_kl_loss(
-    q_BSHD: Tensor, k_BTD: Tensor, w_BSH: Tensor, indices_BSK: Tensor, target_BSK: Tensor
+    q_BSHD: Tensor,
+    k_BTD: Tensor,
+    w_BSH: Tensor,
+    indices_BSK: Tensor,
+    target_BSK: Tensor,
+    scores_BSK: Tensor | None,
 ) -> Tensor:
+    if scores_BSK is not None:
+        empty_BSK = (indices_BSK < 0) | (indices_BSK >= k_BTD.shape[1])
+        return _divergence(scores_BSK.clone(), target_BSK.to(scores_BSK.dtype), empty_BSK)
     if compiled.takes(q_BSHD, k_BTD):
         return compiled.indexer_kl_loss(q_BSHD, k_BTD, w_BSH, indices_BSK, target_BSK)
     B, S, H, D = q_BSHD.shape
@@ -225,9 +255,7 @@ def indexer_kl_loss(
         k_nKD = _gather(table_RD, slot_nK)
         relu_nHK = torch.bmm(q_NHD[rows].to(dtype), k_nKD.transpose(1, 2)).relu_()
         scores_nK = torch.bmm(w_NH[rows].to(dtype).unsqueeze(1), relu_nHK).squeeze(1)
-        p_nK, log_y_nK, _ = _distributions(scores_nK, target_NK[rows].to(dtype), empty_nK)
-        terms_nK = p_nK * (p_nK.log() - log_y_nK)
-        loss_N[rows] = terms_nK.masked_fill_(p_nK == 0, 0.0).sum(-1)  # 0 log 0 = 0
+        loss_N[rows] = _divergence(scores_nK, target_NK[rows].to(dtype), empty_nK)
     return loss_N.view(B, S)
 
 
@@ -407,6 +435,13 @@ def _hadamard_matrix(D: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return h
 
 
+def _divergence(scores_nK: Tensor, target_nK: Tensor, empty_nK: Tensor) -> Tensor:
+    """Loss of each row; `scores` are spent."""
+    p_nK, log_y_nK, _ = _distributions(scores_nK, target_nK, empty_nK)
+    terms_nK = p_nK * (p_nK.log() - log_y_nK)
+    return terms_nK.masked_fill_(p_nK == 0, 0.0).sum(-1)  # 0 log 0 = 0
+
+
 def _distributions(
     scores_nK: Tensor, target_nK: Tensor, empty_nK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -450,6 +485,10 @@ def _blocks(
     N = B * S
     indices_NK = indices_BSK.reshape(N, K)
     step = _block_rows(N, elements_per_row * dtype.itemsize, indices_BSK.device)
+    if indices_BSK.device.type == "cpu":
+        # torch.bmm gives whole matrices to the threads: as many for each of them.
+        threads = torch.get_num_threads()
+        step = -(-step // threads) * threads
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
         index_nK = indices_NK[rows]

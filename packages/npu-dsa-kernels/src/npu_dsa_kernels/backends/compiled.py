@@ -114,8 +114,14 @@ def lightning_indexer(
 
 
 def sparse_attention(
-    q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, scale: float, v_dim: int
+    q_BSHD: Tensor,
+    kv_BTD: Tensor,
+    indices_BSK: Tensor,
+    scale: float,
+    v_dim: int,
+    target_BSK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Fills `target_BSK`, contiguous float32, too if there is one."""
     B, S, H, _ = q_BSHD.shape
     dtype = q_BSHD.dtype
     q_BSHD, kv_BTD = _operands(q_BSHD, kv_BTD)
@@ -124,7 +130,7 @@ def sparse_attention(
     shape = _shape(q_BSHD, kv_BTD, indices_BSK.shape[2], V=out_BSHV.shape[3], scale=scale)
     _call(
         "dsa_sparse_attention",
-        shape, q_BSHD, kv_BTD, indices_BSK.contiguous(), out_BSHV, lse_BSH,
+        shape, q_BSHD, kv_BTD, indices_BSK.contiguous(), out_BSHV, lse_BSH, target_BSK,
     )  # fmt: skip
     return _trimmed(out_BSHV, v_dim, dtype), lse_BSH
 

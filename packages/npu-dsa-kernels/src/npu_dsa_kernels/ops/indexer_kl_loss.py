@@ -19,6 +19,7 @@ def indexer_kl_loss(
     indices: Tensor,
     target: Tensor,
     *,
+    scores: Tensor | None = None,
     backend: str | None = None,
     validate: bool = False,
 ) -> Tensor:
@@ -38,6 +39,9 @@ def indexer_kl_loss(
         weights: [B, S, H], of the same dtype or float32.
         indices: int32 [B, S, K].
         target: floating [B, S, K], not negative, any normalisation (see `attention_target`).
+        scores: [B, S, K], as `lightning_indexer` returned them with `indices`. The loss is then
+            taken from them, and only its gradient computes scores; it saves a third of the
+            products. "reference" computes them all the same. No gradient.
         backend: see `backends`.
         validate: check the values of `indices` and `target` too (synchronises with the device).
 
@@ -56,13 +60,19 @@ def indexer_kl_loss(
     checks.floating("target", target)
     checks.shape("target", target, B=B, S=S, K=indices.shape[2])
     checks.target(target, validate=validate)
-    checks.same_device("q_index", q_index, indices=indices, target=target)
+    if scores is not None:
+        checks.tensor("scores", scores, "B S K")
+        wide = compute_dtype(q_index.dtype)
+        checks.dtype("scores", scores, (wide,), ", as lightning_indexer returns them")
+        checks.shape("scores", scores, B=B, S=S, K=indices.shape[2])
+        scores = scores.detach()
+    checks.same_device("q_index", q_index, indices=indices, target=target, scores=scores)
     name = resolve(backend, q_index.device)
     target = target.detach()
     if name == "reference":
         with no_autocast(q_index):
             return reference.indexer_kl_loss(q_index, k_index, weights, indices, target)
-    return _indexer_kl_loss(q_index, k_index, weights, indices, target, name)
+    return _indexer_kl_loss(q_index, k_index, weights, indices, target, scores, name)
 
 
 @torch.library.custom_op("npu_dsa::indexer_kl_loss", mutates_args=())
@@ -72,10 +82,11 @@ def _indexer_kl_loss(
     weights: Tensor,
     indices: Tensor,
     target: Tensor,
+    scores: Tensor | None,
     backend: str,
 ) -> Tensor:
     with no_autocast(q_index):
-        return kernels(backend).indexer_kl_loss(q_index, k_index, weights, indices, target)
+        return kernels(backend).indexer_kl_loss(q_index, k_index, weights, indices, target, scores)
 
 
 @_indexer_kl_loss.register_fake
@@ -85,6 +96,7 @@ def _(
     weights: Tensor,
     indices: Tensor,
     target: Tensor,
+    scores: Tensor | None,
     backend: str,
 ) -> Tensor:
     return q_index.new_empty(q_index.shape[:2], dtype=compute_dtype(q_index.dtype))
@@ -124,13 +136,13 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.backend = inputs
+    *tensors, _, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, d_loss: Tensor):
     dq, dk, dw = _indexer_kl_loss_backward(d_loss, *ctx.saved_tensors, ctx.backend)
-    return dq, dk, dw, None, None, None
+    return dq, dk, dw, None, None, None, None
 
 
 _indexer_kl_loss.register_autograd(_backward, setup_context=_setup_context)

@@ -52,12 +52,7 @@ def sparse_attention(
         RuntimeError: at a double backward through any backend but "reference", and where a gradient
             of `lse` arrives on backend "npu".
     """
-    _check(q, kv, indices, scale, validate=validate)
-    D = q.shape[3]
-    if isinstance(v_dim, bool) or not isinstance(v_dim, (int, torch.SymInt)) or v_dim < 1:
-        raise checks.bad("v_dim", repr(v_dim), f"expected an int in [1, D={D}]")
-    if v_dim > D:
-        raise checks.bad("v_dim", v_dim, f"expected an int in [1, D={D}]")
+    _check(q, kv, indices, scale, v_dim=v_dim, validate=validate)
     name = resolve(backend, q.device)
     if name == "reference":
         with no_autocast(q):
@@ -65,7 +60,26 @@ def sparse_attention(
     return _sparse_attention(q, kv, indices, float(scale), v_dim, name)
 
 
-def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, *, validate: bool) -> None:
+def attention_and_target(
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float, v_dim: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sparse_attention` and `attention_target` in one call: out, lse and target.
+
+    The attention has the probabilities at hand whose sum over the heads is the target; by itself
+    the target takes another product of queries and keys.
+    """
+    _check(q, kv, indices, scale, v_dim=v_dim, validate=False)
+    if backend == "reference":
+        with no_autocast(q):
+            out, lse = reference.sparse_attention(q, kv, indices, scale, v_dim)
+            return out, lse, reference.attention_target(q, kv, indices, lse, scale).detach()
+    out, lse, target = _sparse_attention_with_target(q, kv, indices, float(scale), v_dim, backend)
+    return out, lse, target.detach()
+
+
+def _check(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, *, v_dim: int = 1, validate: bool
+) -> None:
     """The checks shared with `attention_target`."""
     checks.tensor("q", q, "B S H D")
     checks.floating("q", q)
@@ -78,6 +92,10 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, scale: float, *, validate: bo
     checks.indices(indices, B, S, kv.shape[1], validate=validate)
     checks.same_device("q", q, kv=kv, indices=indices)
     checks.scale(scale)
+    if isinstance(v_dim, bool) or not isinstance(v_dim, (int, torch.SymInt)) or v_dim < 1:
+        raise checks.bad("v_dim", repr(v_dim), f"expected an int in [1, D={D}]")
+    if v_dim > D:
+        raise checks.bad("v_dim", v_dim, f"expected an int in [1, D={D}]")
 
 
 @torch.library.custom_op("npu_dsa::sparse_attention", mutates_args=())
@@ -94,6 +112,27 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     B, S, H, _ = q.shape
     return q.new_empty(B, S, H, v_dim), q.new_empty(B, S, H, dtype=compute_dtype(q.dtype))
+
+
+@torch.library.custom_op("npu_dsa::sparse_attention_with_target", mutates_args=())
+def _sparse_attention_with_target(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_dim: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    with no_autocast(q):
+        return kernels(backend).sparse_attention_with_target(q, kv, indices, scale, v_dim)
+
+
+@_sparse_attention_with_target.register_fake
+def _(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_dim: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, S, H, _ = q.shape
+    wide = compute_dtype(q.dtype)
+    return (
+        q.new_empty(B, S, H, v_dim),
+        q.new_empty(B, S, H, dtype=wide),
+        q.new_empty(indices.shape, dtype=wide),
+    )
 
 
 @torch.library.custom_op("npu_dsa::sparse_attention_backward", mutates_args=())
@@ -131,11 +170,12 @@ def _(
 
 def _setup_context(ctx, inputs, output) -> None:
     q, kv, indices, ctx.scale, _, ctx.backend = inputs
-    ctx.save_for_backward(q, kv, indices, *output)
+    ctx.save_for_backward(q, kv, indices, *output[:2])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, d_out: Tensor | None, d_lse: Tensor | None):
+def _backward(ctx, d_out: Tensor | None, d_lse: Tensor | None, d_target: Tensor | None = None):
+    # The target is detached before anyone sees it: d_target is None.
     q, kv, indices, out, lse = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(out)
@@ -148,4 +188,5 @@ def _backward(ctx, d_out: Tensor | None, d_lse: Tensor | None):
 
 
 _sparse_attention.register_autograd(_backward, setup_context=_setup_context)
+_sparse_attention_with_target.register_autograd(_backward, setup_context=_setup_context)
 once_differentiable(_sparse_attention_backward, "sparse_attention")

@@ -47,6 +47,7 @@ class DSASelectiveAC(SelectiveAC):
         return super().get_save_ops() | {
             ops.lightning_indexer.default,
             ops.sparse_attention.default,
+            ops.sparse_attention_with_target.default,
             ops.attention_target.default,
         }
 

@@ -1,9 +1,10 @@
 """Bounds as sequences: what the fused operators know instead of a mask.
 
 They mask by sequence lengths: with ``sparse_mode=3`` the n queries of a sequence are its last n
-positions, so query i of n sees the first ``m - n + i + 1`` of m keys. Consecutive rows of one batch
-row whose ``lo`` stays and whose ``hi`` grows by one are such a sequence, over the keys ``[lo, last
-hi)``. A packed document is one, a context parallel shard one or two for each document it touches.
+positions, so query i of n sees the first ``m - n + i + 1`` of m keys. Visible rows that follow each
+other in a batch row, whose ``lo`` stays and whose ``hi`` grows by one, are such a sequence, over the
+keys ``[lo, last hi)``. A packed document is one, a context parallel shard one or two for each
+document it touches.
 """
 
 from collections.abc import Iterator
@@ -104,10 +105,7 @@ def _make(bounds_BS2: Tensor, T: int, device: torch.device) -> Plan:
     lo_n, hi_n, batch_n = lo_N[row_n], hi_N[row_n], row_n // S
     joins_n = torch.zeros(len(row_n), dtype=torch.bool)
     joins_n[1:] = (
-        (row_n[1:] == row_n[:-1] + 1)
-        & (batch_n[1:] == batch_n[:-1])
-        & (lo_n[1:] == lo_n[:-1])
-        & (hi_n[1:] == hi_n[:-1] + 1)
+        (batch_n[1:] == batch_n[:-1]) & (lo_n[1:] == lo_n[:-1]) & (hi_n[1:] == hi_n[:-1] + 1)
     )
     start_R = (~joins_n).nonzero().squeeze(1)
     end_R = torch.cat([start_R[1:], torch.tensor([len(row_n)])]) if len(start_R) else start_R
