@@ -2,8 +2,8 @@
 
 They mask by sequence lengths: with ``sparse_mode=3`` the n queries of a sequence are its last n
 positions, so query i of n sees the first ``m - n + i + 1`` of m keys. Visible rows that follow each
-other in a batch row, whose ``lo`` stays and whose ``hi`` grows by one, are such a sequence, over the
-keys ``[lo, last hi)``. A packed document is one, a context parallel shard one or two for each
+other in a batch row, whose ``lo`` stays and whose ``hi`` grows by one, are such a sequence, over
+the keys ``[lo, last hi)``. A packed document is one, a context parallel shard one or two for each
 document it touches.
 """
 
