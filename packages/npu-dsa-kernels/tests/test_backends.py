@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -47,3 +50,15 @@ def test_bad_environment_is_named(monkeypatch):
 def test_public_names_exist():
     for name in npu_dsa_kernels.__all__:
         assert getattr(npu_dsa_kernels, name) is not None
+
+
+def test_import_is_quick():
+    """torch._dynamo takes seconds to import; the first call of an operator brings it soon enough."""
+    code = "import sys, npu_dsa_kernels; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_naming_a_missing_backend_says_so_under_compile_too():
+    compiled = torch.compile(lambda x: hadamard(x, backend="npu"), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="torch_npu is not installed"):
+        compiled(X)

@@ -60,7 +60,7 @@ def resolve(backend: str | None, device: torch.device) -> str:
         raise checks.bad(source, repr(backend), f"expected one of {', '.join(_NAMES)}")
     status = _status(backend)
     if status != "available":
-        usable = [name for name, s in backends().items() if s == "available"]
+        usable = [name for name in ("reference", *_KERNELS) if _status(name) == "available"]
         want = f"it is {status} (available: {', '.join(usable)})"
         raise checks.bad(source, repr(backend), want)
     if backend == "npu" and device.type not in (limits.current().device, "meta"):

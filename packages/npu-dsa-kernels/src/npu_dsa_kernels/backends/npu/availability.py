@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib import metadata
 
 import torch
@@ -38,7 +39,14 @@ _INSTALL = 'pip install "npu-dsa-kernels[npu]"'
 _found: str | None = None
 
 
-@torch.compiler.assume_constant_result
+def _constant_when_traced(function: Callable[[], str]) -> Callable[[], str]:
+    """Decorating imports torch._dynamo: seconds that are spent only where torch_npu is."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return function
+    return torch.compiler.assume_constant_result(function)
+
+
+@_constant_when_traced
 def status() -> str:
     """``"available"``, or the reason why not. Found out once for the process."""
     global _found
