@@ -239,7 +239,7 @@ def small_indexer_flops(p: Params) -> float:
 
 
 def layer_flops(p: Params) -> float:
-    return sparse_flops(p) + target_flops(p) + indexer_flops(p)
+    return sparse_flops(p) + indexer_flops(p)
 
 
 def small_layer_flops(p: Params) -> float:
