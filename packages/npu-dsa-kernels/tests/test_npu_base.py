@@ -185,6 +185,19 @@ def test_moe_unpermute_of_any_map(calls, M, with_probs):
     assert set(calls) == {"npu_moe_token_unpermute", "npu_moe_token_unpermute_grad_v2"}
 
 
+def test_moe_unpermute_keeps_what_is_dropped_out_of_it(calls):
+    # Token 0 has a slot without a row, whose probability is NaN, and an infinite gradient.
+    rows = torch.tensor([[2, -1], [0, 3]])
+    x, probs = leaves(normal(4, 5), torch.tensor([[0.5, math.nan], [0.25, 0.75]]))
+    y = moe_unpermute(x, rows, probs=probs, backend="npu")
+    assert y.isfinite().all()
+    d_y = torch.ones_like(y)
+    d_y[0] = math.inf
+    dx, dp = torch.autograd.grad(y, (x, probs), d_y)
+    assert (dx[1] == 0).all()  # the row that no slot names
+    assert dp[0, 1] == 0
+
+
 def test_hadamard_is_a_matmul_with_the_cached_matrix(calls):
     both(lambda x, backend: hadamard(x, backend=backend), normal(3, 8))
     assert not calls
