@@ -147,8 +147,9 @@ def _sparse_attention(
     lse_NH = q_BSHD.new_empty(B * S, H, dtype=dtype)
     q_NHD = q_BSHD.reshape(B * S, H, D)
     table_RD = _table(kv_BTD, dtype)
+    rows_of = _Rows(table_RD)
     for rows, slot_nK, empty_nK in _blocks(indices_BSK, kv_BTD.shape[1], K * (D + 2 * H), dtype):
-        kv_nKD = _gather(table_RD, slot_nK)
+        kv_nKD = _gather(table_RD, slot_nK, rows_of(slot_nK))
         q_nHD = q_NHD[rows].to(dtype)
         logits_nHK = _logits(q_nHD, kv_nKD, empty_nK, scale)
         peak_nH1 = logits_nHK.amax(-1, keepdim=True)
@@ -186,9 +187,10 @@ def sparse_attention_backward(
     d_out_NHV = d_out_BSHV.reshape(B * S, H, V)
     d_lse_NH, lse_NH = d_lse_BSH.reshape(B * S, H), lse_BSH.reshape(B * S, H)
     table_RD = _table(kv_BTD, dtype)
-    d_table_RD = torch.zeros_like(table_RD)
+    rows_of = _Rows(table_RD)
+    d_table_RD, d_rows = torch.zeros_like(table_RD), _Rows(table_RD)
     for rows, slot_nK, empty_nK in _blocks(indices_BSK, T, K * (2 * D + 5 * H), dtype):
-        kv_nKD = _gather(table_RD, slot_nK)
+        kv_nKD = _gather(table_RD, slot_nK, rows_of(slot_nK))
         n = kv_nKD.shape[0]
         d_out_nHV, lse_nH = d_out_NHV[rows].to(dtype), lse_NH[rows].to(dtype)
         # The gradient of the rows is P^T dOut (values) + scale dS^T q (keys): one matmul over 2H.
@@ -207,7 +209,7 @@ def sparse_attention_backward(
         ds_nHK.sub_(delta_nH.masked_fill(alone_nH, 0.0).unsqueeze(-1)).mul_(p_nHK).mul_(scale)
         left_n2HK[:, H:] = ds_nHK
         dq_NHD[rows] = torch.bmm(ds_nHK, kv_nKD)
-        d_kv_nKD = torch.bmm(left_n2HK.transpose(1, 2), right_n2HD)
+        d_kv_nKD = torch.bmm(left_n2HK.transpose(1, 2), right_n2HD, out=d_rows(slot_nK))
         d_table_RD.index_add_(0, slot_nK.flatten(), d_kv_nKD.flatten(0, 1))
     return dq_NHD.view(B, S, H, D), _untable(d_table_RD, kv_BTD)
 
@@ -223,8 +225,11 @@ def attention_target(
     target_NK = q_BSHD.new_empty(B * S, K, dtype=dtype)
     q_NHD, lse_NH = q_BSHD.reshape(B * S, H, D), lse_BSH.reshape(B * S, H)
     table_RD = _table(kv_BTD, dtype)
+    rows_of = _Rows(table_RD)
     for rows, slot_nK, empty_nK in _blocks(indices_BSK, kv_BTD.shape[1], K * (D + 2 * H), dtype):
-        logits_nHK = _logits(q_NHD[rows].to(dtype), _gather(table_RD, slot_nK), empty_nK, scale)
+        logits_nHK = _logits(
+            q_NHD[rows].to(dtype), _gather(table_RD, slot_nK, rows_of(slot_nK)), empty_nK, scale
+        )
         lse_nH = lse_NH[rows].to(dtype)
         lse_nH = lse_nH.masked_fill(lse_nH == float("-inf"), 0.0)
         target_NK[rows] = logits_nHK.sub_(lse_nH.unsqueeze(-1)).exp_().sum(1)
@@ -251,8 +256,9 @@ def indexer_kl_loss(
     q_NHD, w_NH = q_BSHD.reshape(B * S, H, D), w_BSH.reshape(B * S, H)
     target_NK = target_BSK.reshape(B * S, K)
     table_RD = _table(k_BTD, dtype)
+    rows_of = _Rows(table_RD)
     for rows, slot_nK, empty_nK in _blocks(indices_BSK, k_BTD.shape[1], K * (D + 2 * H), dtype):
-        k_nKD = _gather(table_RD, slot_nK)
+        k_nKD = _gather(table_RD, slot_nK, rows_of(slot_nK))
         relu_nHK = torch.bmm(q_NHD[rows].to(dtype), k_nKD.transpose(1, 2)).relu_()
         scores_nK = torch.bmm(w_NH[rows].to(dtype).unsqueeze(1), relu_nHK).squeeze(1)
         loss_N[rows] = _divergence(scores_nK, target_NK[rows].to(dtype), empty_nK)
@@ -279,10 +285,11 @@ def indexer_kl_loss_backward(
     q_NHD, w_NH = q_BSHD.reshape(B * S, H, D), w_BSH.reshape(B * S, H)
     target_NK, d_loss_N = target_BSK.reshape(B * S, K), d_loss_BS.reshape(B * S)
     table_RD = _table(k_BTD, dtype)
-    d_table_RD = torch.zeros_like(table_RD)
+    rows_of = _Rows(table_RD)
+    d_table_RD, d_rows = torch.zeros_like(table_RD), _Rows(table_RD)
     budget = K * (2 * D + 4 * H)
     for rows, slot_nK, empty_nK in _blocks(indices_BSK, k_BTD.shape[1], budget, dtype):
-        k_nKD = _gather(table_RD, slot_nK)
+        k_nKD = _gather(table_RD, slot_nK, rows_of(slot_nK))
         q_nHD, w_nH = q_NHD[rows].to(dtype), w_NH[rows].to(dtype)
         relu_nHK = torch.bmm(q_nHD, k_nKD.transpose(1, 2)).relu_()
         scores_nK = torch.bmm(w_nH.unsqueeze(1), relu_nHK).squeeze(1)
@@ -297,7 +304,7 @@ def indexer_kl_loss_backward(
         dw_NH[rows] = dw_nH.masked_fill_(dead_n1, 0.0)
         ds_nHK = (di_nK.unsqueeze(1) * w_nH.unsqueeze(-1)).mul_(relu_nHK > 0)
         dq_NHD[rows] = torch.bmm(ds_nHK, k_nKD).masked_fill_(dead_n1.unsqueeze(-1), 0.0)
-        dk_nKD = torch.bmm(ds_nHK.transpose(1, 2), q_nHD)
+        dk_nKD = torch.bmm(ds_nHK.transpose(1, 2), q_nHD, out=d_rows(slot_nK))
         d_table_RD.index_add_(0, slot_nK.flatten(), dk_nKD.flatten(0, 1))
     return dq_NHD.view(B, S, H, D), _untable(d_table_RD, k_BTD), dw_NH.view(B, S, H)
 
@@ -473,8 +480,27 @@ def _untable(d_table_RD: Tensor, x_BTD: Tensor) -> Tensor:
     return d_table_RD[:-1].view(x_BTD.shape).to(x_BTD.dtype, copy=True)
 
 
-def _gather(table_RD: Tensor, slot_nK: Tensor) -> Tensor:
-    return table_RD.index_select(0, slot_nK.flatten()).view(*slot_nK.shape, -1)
+def _gather(table_RD: Tensor, slot_nK: Tensor, out_nKD: Tensor) -> Tensor:
+    torch.index_select(table_RD, 0, slot_nK.flatten(), out=out_nKD.flatten(0, 1))
+    return out_nKD
+
+
+class _Rows:
+    """Memory for the gathered rows of one block after the other.
+
+    Taken anew for every block, its pages would cost as much as filling them.
+    """
+
+    def __init__(self, table_RD: Tensor) -> None:
+        self.table_RD = table_RD
+        self.buffer = table_RD.new_empty(0)
+
+    def __call__(self, slot_nK: Tensor) -> Tensor:
+        """Uninitialised [n, K, D]."""
+        size = slot_nK.numel() * self.table_RD.shape[1]
+        if self.buffer.numel() < size:
+            self.buffer = self.table_RD.new_empty(size)
+        return self.buffer[:size].view(*slot_nK.shape, -1)
 
 
 def _blocks(
