@@ -216,7 +216,8 @@ def contract(session: nox.Session) -> None:
     requirement = f"torch=={TORCH_NPU}{local}"
     install = ["python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     said = session.run(*install, requirement, success_codes=range(256), silent=True)
-    if not session.run("python", "-c", HAS_CPU_TORCH, success_codes=[0, 1], silent=True).strip():
+    found = session.run("python", "-c", HAS_CPU_TORCH, success_codes=[0, 1], silent=True)
+    if not str(found).strip():
         session.error(
             f"{requirement}, a CPU build, cannot be installed: point pip at an index that has it "
             f"(extra-index-url or find-links, as pytorch.org says). pip said:\n{said}"

@@ -53,7 +53,7 @@ def test_public_names_exist():
 
 
 def test_import_is_quick():
-    """torch._dynamo takes seconds to import; the first call of an operator brings it soon enough."""
+    """torch._dynamo takes seconds to import; the first call of an operator is early enough."""
     code = "import sys, npu_dsa_kernels; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
