@@ -154,6 +154,8 @@ def _kernels() -> Iterator[Check]:
     import npu_dsa_kernels
 
     states = npu_dsa_kernels.backends()
+    compiled = states.pop("compiled")
+    yield Check("CPU kernels", compiled, "ok" if compiled.startswith("part of") else "note")
     for name, state in states.items():
         yield Check(f"backend {name}", state, "ok" if state == "available" else "note")
     if "available" not in states.values():
