@@ -42,11 +42,15 @@ def compile_library(
 ) -> list[str]:
     """Build `library`; returns its instruction sets. `flags` come in addition, for sanitizers."""
     flags = flags or []
-    sets = INSTRUCTION_SETS.get(machine(compiler), {"baseline": []})
-    # Plain threads where the compiler brings no OpenMP.
-    parallel = ["-fopenmp"] if sys.platform == "linux" else ["-DDSA_PLAIN_THREADS"]
-    if "-DDSA_PLAIN_THREADS" in flags:
-        parallel = ["-pthread"]
+    sets = {
+        name: options
+        for name, options in INSTRUCTION_SETS.get(machine(compiler), {"baseline": []}).items()
+        if not options or compiles(compiler, [*FLAGS, *options], "int x;")
+    }
+    parallel = ["-pthread"]  # where the compiler brings no OpenMP
+    if "-DDSA_PLAIN_THREADS" not in flags:
+        openmp = compiles(compiler, ["-fopenmp"], "#include <omp.h>")
+        parallel = ["-fopenmp"] if openmp else ["-pthread", "-DDSA_PLAIN_THREADS"]
     library.parent.mkdir(parents=True, exist_ok=True)
 
     def compile_one(name: str, source: str, *more: str) -> str:
@@ -70,11 +74,26 @@ def compile_library(
 
 
 def find_compiler() -> str | None:
-    """`CXX`, g++ or clang++, whichever is there first."""
+    """`CXX`, or g++ or clang++, whichever is there first.
+
+    Raises:
+        RuntimeError: `CXX` names no program.
+    """
     if os.environ.get("NPU_DSA_COMPILED") == "0" or sys.platform == "win32":
         return None
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next(filter(None, map(shutil.which, names)), None)
+    chosen = os.environ.get("CXX")
+    if chosen:
+        path = shutil.which(chosen)
+        if path is None:
+            raise RuntimeError(f"CXX: got {chosen!r}; expected the name or path of a C++ compiler")
+        return path
+    return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+
+
+def compiles(compiler: str, options: list[str], source: str) -> bool:
+    """Whether the compiler knows these options and headers."""
+    command = [compiler, *options, "-x", "c++", "-fsyntax-only", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True).returncode == 0
 
 
 def machine(compiler: str) -> str:
@@ -112,16 +131,20 @@ class CompiledKernels(BuildHookInterface):
         compiler = find_compiler()
         if compiler is None:
             self.app.display_warning("no C++ compiler: the wheel comes without the CPU kernels")
+            if version == "editable":
+                (root / "src" / NAME).unlink(missing_ok=True)
             return
         if version == "editable":  # beside the sources that Python imports
             library = root / "src" / NAME
+            library.unlink(missing_ok=True)  # a process may have the old one open
         else:
             library = Path(self.directory) / "compiled" / Path(NAME).name
             build_data["force_include"][str(library)] = NAME
             build_data["pure_python"] = False
             tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{tag}"
-        compile_library(compiler, root / "cpp", library)
+        sets = compile_library(compiler, root / "cpp", library)
+        self.app.display_info(f"CPU kernels for {', '.join(sets)}")
 
     def finalize(self, version: str, build_data: dict, artifact_path: str) -> None:
         """Called by hatchling once the wheel is there."""

@@ -52,65 +52,77 @@ struct Found {
             strcat(names, kernels->name);
             usable[count++] = kernels;
         }
-        current = usable[0];
     }
-    const Kernels* current;
 };
 
-Found found;  // set up when the library is loaded
+const Found found;  // set up when the library is loaded
+
+const Kernels* chosen(const dsa_shape* shape) {
+    const int i = shape->instruction_set;
+    return i >= 0 && i < found.count ? found.usable[i] : nullptr;
+}
 
 }  // namespace
 }  // namespace dsa
 
+using dsa::chosen;
 using dsa::found;
 
 extern "C" {
 
 const char* dsa_instruction_sets(void) { return found.names; }
 
-int dsa_use(const char* instruction_set) {
-    for (int i = 0; i < found.count; i++)
-        if (strcmp(found.usable[i]->name, instruction_set) == 0) {
-            found.current = found.usable[i];
-            return DSA_OK;
-        }
-    return DSA_NO_SUCH_KERNEL;
-}
+int dsa_interface_version(void) { return DSA_INTERFACE_VERSION; }
 
-int dsa_multiplies_bfloat16(void) { return found.current->multiplies_bfloat16; }
+int dsa_multiplies_bfloat16(int instruction_set) {
+    return instruction_set >= 0 && instruction_set < found.count &&
+           found.usable[instruction_set]->multiplies_bfloat16;
+}
 
 int dsa_sparse_attention(const dsa_shape* shape, const void* q, const void* kv,
                          const int32_t* indices, void* out, float* lse, float* target) {
-    return found.current->sparse_attention(*shape, q, kv, indices, out, lse, target);
+    const auto* kernels = chosen(shape);
+    return kernels ? kernels->sparse_attention(*shape, q, kv, indices, out, lse, target)
+                   : int(DSA_NO_SUCH_KERNEL);
 }
 
 int dsa_sparse_attention_backward(const dsa_shape* shape, const void* q, const void* kv,
                                   const int32_t* indices, const float* lse, const void* d_out,
                                   const float* d_lse, void* dq, float* d_kv) {
-    return found.current->sparse_attention_backward(*shape, q, kv, indices, lse, d_out, d_lse, dq,
-                                                    d_kv);
+    const auto* kernels = chosen(shape);
+    return kernels ? kernels->sparse_attention_backward(*shape, q, kv, indices, lse, d_out, d_lse, dq,
+                                                    d_kv)
+                   : int(DSA_NO_SUCH_KERNEL);
 }
 
 int dsa_attention_target(const dsa_shape* shape, const void* q, const void* kv,
                          const int32_t* indices, const float* lse, float* target) {
-    return found.current->attention_target(*shape, q, kv, indices, lse, target);
+    const auto* kernels = chosen(shape);
+    return kernels ? kernels->attention_target(*shape, q, kv, indices, lse, target)
+                   : int(DSA_NO_SUCH_KERNEL);
 }
 
 int dsa_indexer_kl_loss(const dsa_shape* shape, const void* q, const void* k, const float* w,
                         const int32_t* indices, const float* target, float* loss) {
-    return found.current->indexer_kl_loss(*shape, q, k, w, indices, target, loss);
+    const auto* kernels = chosen(shape);
+    return kernels ? kernels->indexer_kl_loss(*shape, q, k, w, indices, target, loss)
+                   : int(DSA_NO_SUCH_KERNEL);
 }
 
 int dsa_indexer_kl_loss_backward(const dsa_shape* shape, const void* q, const void* k,
                                  const float* w, const int32_t* indices, const float* target,
                                  const float* d_loss, void* dq, float* dk, float* dw) {
-    return found.current->indexer_kl_loss_backward(*shape, q, k, w, indices, target, d_loss, dq, dk,
-                                                   dw);
+    const auto* kernels = chosen(shape);
+    return kernels ? kernels->indexer_kl_loss_backward(*shape, q, k, w, indices, target, d_loss, dq, dk,
+                                                   dw)
+                   : int(DSA_NO_SUCH_KERNEL);
 }
 
 int dsa_lightning_indexer(const dsa_shape* shape, const void* q, const void* k, const float* w,
                           const int32_t* bounds, int32_t* indices, float* scores) {
-    return found.current->lightning_indexer(*shape, q, k, w, bounds, indices, scores);
+    const auto* kernels = chosen(shape);
+    return kernels ? kernels->lightning_indexer(*shape, q, k, w, bounds, indices, scores)
+                   : int(DSA_NO_SUCH_KERNEL);
 }
 
 }  // extern "C"

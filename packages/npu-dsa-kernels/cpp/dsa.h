@@ -20,17 +20,19 @@ enum dsa_dtype { DSA_FLOAT32 = 0, DSA_BFLOAT16 = 1 };
 
 typedef struct {
     int64_t B, S, T, H, D, V, K;
-    int32_t dtype;    // of q, kv, out, d_out, dq
-    int32_t threads;  // at least 1
-    float scale;      // of the logits; unused by the indexer
+    int32_t dtype;            // of q, kv, out, d_out, dq
+    int32_t threads;          // at least 1
+    int32_t instruction_set;  // number in dsa_instruction_sets()
+    float scale;              // of the logits; unused by the indexer
 } dsa_shape;
 
+// Moves with every change of this file: a caller of another version must not call.
+#define DSA_INTERFACE_VERSION 1
+DSA_API int dsa_interface_version(void);
 // Instruction sets in this library that the machine can run, best first, separated by spaces.
 DSA_API const char* dsa_instruction_sets(void);
-// Use one of them. The first is in use at the start.
-DSA_API int dsa_use(const char* instruction_set);
-// Whether the one in use multiplies bfloat16 pairs itself. If not, pass float32.
-DSA_API int dsa_multiplies_bfloat16(void);
+// Whether one of them multiplies bfloat16 pairs itself. If not, pass float32.
+DSA_API int dsa_multiplies_bfloat16(int instruction_set);
 
 // q [B,S,H,D], kv [B,T,D], indices [B,S,K] -> out [B,S,H,V], lse [B,S,H], and target [B,S,K] if it
 // is not null

@@ -183,7 +183,7 @@ void exponentials(float* logits, int64_t n, int64_t padded, float scale, float* 
 template <class E>
 int sparse_attention(const dsa_shape& shape, const void* q_, const void* kv_,
                      const int32_t* indices, void* out_, float* lse, float* target) {
-    const auto [B, S, T, H, D, V, K, dtype, threads, scale] = shape;
+    const auto [B, S, T, H, D, V, K, dtype, threads, instruction_set, scale] = shape;
     const E *q = static_cast<const E*>(q_), *kv = static_cast<const E*>(kv_);
     E* const out = static_cast<E*>(out_);
     const int64_t group = head_group(H, K), ld = row_stride(K);
@@ -227,7 +227,7 @@ int sparse_attention(const dsa_shape& shape, const void* q_, const void* kv_,
 template <class E>
 int attention_target(const dsa_shape& shape, const void* q_, const void* kv_,
                      const int32_t* indices, const float* lse, float* target) {
-    const auto [B, S, T, H, D, V, K, dtype, threads, scale] = shape;
+    const auto [B, S, T, H, D, V, K, dtype, threads, instruction_set, scale] = shape;
     const E *q = static_cast<const E*>(q_), *kv = static_cast<const E*>(kv_);
     const int64_t group = head_group(H, K), ld = row_stride(K);
     const Pool<AttentionScratch<E>> pool(threads, group, K, D, 0);
@@ -357,7 +357,7 @@ template <class E>
 int sparse_attention_backward(const dsa_shape& shape, const void* q_, const void* kv_,
                               const int32_t* indices, const float* lse, const void* d_out_,
                               const float* d_lse, void* dq_, float* d_kv) {
-    const auto [B, S, T, H, D, V, K, dtype, threads, scale] = shape;
+    const auto [B, S, T, H, D, V, K, dtype, threads, instruction_set, scale] = shape;
     const E *q = static_cast<const E*>(q_), *kv = static_cast<const E*>(kv_);
     const E* const d_out = static_cast<const E*>(d_out_);
     E* const dq = static_cast<E*>(dq_);
@@ -464,13 +464,13 @@ struct IndexerScratch {
         const int64_t heads = round_up(H, kHeads);
         selection.choose(indices + t * K, K, k + t / shape.S * T * D, T, D);
         const int64_t n = selection.n, padded = selection.padded;
-        float total = 0;
+        double total = 0;
         for (int64_t j = 0; j < n; j++) {
             target[j] = target_[t * K + selection.slots[j]];
-            total += target[j];
+            total += double(target[j]);
         }
         if (total == 0) return false;
-        for (int64_t j = 0; j < n; j++) target[j] /= total;
+        for (int64_t j = 0; j < n; j++) target[j] = float(double(target[j]) / total);
         for (int64_t j = n; j < padded; j++) target[j] = 0;
         copy_heads(q, q_ + t * H * D, H, heads, D);
         dot_rows(q, D, heads, selection.rows, padded, D, dots, ld);
@@ -500,13 +500,13 @@ int indexer_kl_loss(const dsa_shape& shape, const void* q, const void* k, const 
             float peak, total;
             exponentials(my.scores, n, my.selection.padded, 1.0f, my.p, my.p, &peak, &total);
             const float norm = logf(total) + peak;
-            float divergence = 0;
+            double divergence = 0;
             for (int64_t j = 0; j < n; j++) {
                 const float p = my.target[j];
                 if (p == 0) continue;  // 0 log 0 = 0
-                divergence += p * (logf(p) - (my.scores[j] - norm));
+                divergence += double(p * (logf(p) - (my.scores[j] - norm)));
             }
-            loss[t] = divergence;
+            loss[t] = float(divergence);
         });
     });
     return DSA_OK;
@@ -516,7 +516,7 @@ template <class E>
 int indexer_kl_loss_backward(const dsa_shape& shape, const void* q_, const void* k,
                              const float* w, const int32_t* indices, const float* target,
                              const float* d_loss, void* dq_, float* dk, float* dw) {
-    const auto [B, S, T, H, D, V, K, dtype, threads, scale] = shape;
+    const auto [B, S, T, H, D, V, K, dtype, threads, instruction_set, scale] = shape;
     const E* const q = static_cast<const E*>(q_);
     E* const dq = static_cast<E*>(dq_);
     const int64_t ld = row_stride(K), heads = round_up(H, kHeads), queries = B * S;
@@ -603,7 +603,7 @@ struct Panels {
 template <class E>
 int lightning_indexer(const dsa_shape& shape, const void* q_, const void* k_, const float* w,
                       const int32_t* bounds, int32_t* indices, float* scores) {
-    const auto [B, S, T, H, D, V, K, dtype, threads, scale] = shape;
+    const auto [B, S, T, H, D, V, K, dtype, threads, instruction_set, scale] = shape;
     const E *q = static_cast<const E*>(q_), *k = static_cast<const E*>(k_);
     const int64_t heads = round_up(H, kHeads), ld = round_up(T, kPanelKeys);
     const int64_t panels = ld / kPanelKeys, blocks = (S + kIndexerQueries - 1) / kIndexerQueries;

@@ -22,20 +22,27 @@ class Team {
             pthread_t thread;
         };
         Start starts[kMaxThreads];
-        for (int i = 0; i < team.threads_; i++) {
-            starts[i] = {&team, &body, i, {}};
-            if (i > 0)
-                pthread_create(
-                    &starts[i].thread, nullptr,
-                    [](void* argument) -> void* {
-                        auto* start = static_cast<Start*>(argument);
-                        (*start->body)(*start->team, start->id);
-                        return nullptr;
-                    },
-                    &starts[i]);
+        // The lock holds the new threads back until it is known how many there are.
+        pthread_mutex_lock(&team.mutex_);
+        int started = 1;
+        for (; started < team.threads_; started++) {
+            starts[started] = {&team, &body, started, {}};
+            const int error = pthread_create(
+                &starts[started].thread, nullptr,
+                [](void* argument) -> void* {
+                    auto* start = static_cast<Start*>(argument);
+                    pthread_mutex_lock(&start->team->mutex_);
+                    pthread_mutex_unlock(&start->team->mutex_);
+                    (*start->body)(*start->team, start->id);
+                    return nullptr;
+                },
+                &starts[started]);
+            if (error) break;  // the others do the work
         }
+        team.threads_ = started;
+        pthread_mutex_unlock(&team.mutex_);
         body(team, 0);
-        for (int i = 1; i < team.threads_; i++) pthread_join(starts[i].thread, nullptr);
+        for (int i = 1; i < started; i++) pthread_join(starts[i].thread, nullptr);
     }
 
     template <class Item>

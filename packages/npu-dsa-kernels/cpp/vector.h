@@ -41,8 +41,13 @@ inline Vector select(IntVector mask, Vector yes, Vector no) { return mask ? yes 
 
 template <int W, size_t... L>
 inline Vector fold_pair(Vector x, Vector y, std::index_sequence<L...>) {
+#if defined(__clang__)
     return __builtin_shufflevector(x, y, ((L & W) ? kLanes + L : L)...) +
            __builtin_shufflevector(x, y, ((L & W) ? kLanes + (L ^ W) : (L ^ W))...);
+#else  // GCC has the same builtin only since version 12
+    return __builtin_shuffle(x, y, IntVector{int32_t((L & W) ? kLanes + L : L)...}) +
+           __builtin_shuffle(x, y, IntVector{int32_t((L & W) ? kLanes + (L ^ W) : (L ^ W))...});
+#endif
 }
 
 // Lane i of the result is the sum of v[i]'s lanes; v is spent.

@@ -58,3 +58,12 @@ def test_empty_row():
 def test_bad_input(positions, index, message):
     with pytest.raises(ValueError, match=message):
         causal_bounds(positions, index=index)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_numbers_near_the_end_of_int32_do_not_wrap(dtype):
+    top = 2**31 - 1
+    positions = torch.tensor([[0, top, -top - 1]], dtype=dtype)
+    bounds = causal_bounds(positions, index=torch.tensor([top, 5, 5], dtype=dtype))
+    # Nothing of the first is left below 2^31; the last has a position below 0, which hides it.
+    assert bounds.tolist() == [[[top, top], [0, 6], [6, 6]]]

@@ -168,6 +168,13 @@ def test_kl_gradient_at_any_spread_of_the_scores(instruction_set, spread):
         assert_close(actual[name], expected[name], 1e-5, name)
 
 
+def test_loss_of_many_keys(instruction_set):
+    """Sums over thousands of slots lose nothing that fp32 could keep."""
+    x = Inputs(seed=8, S=3, T=5000, K=4096, H=1, D=32, V=32, Hi=2, Di=32).build()
+    expected, actual = results(x, torch.float64, "reference"), results(x, torch.float32, "torch")
+    assert_close(actual["kl"], expected["kl"], 1e-6, "kl")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_threads_or_on_the_run(instruction_set, dtype):
     x = Inputs(seed=3, S=150, H=10, K=20, B=2, dtype=dtype).build()
@@ -178,6 +185,7 @@ def test_bits_do_not_depend_on_threads_or_on_the_run(instruction_set, dtype):
         # Without the compiled kernels, torch's own matmuls may split their sums by the threads.
         for threads in (2, 2) if instruction_set == "0" else (1, 2, 3, 8, 8):
             torch.set_num_threads(threads)
+            assert compiled._shape(x["q"], x["kv"], 1).threads == threads
             selected = lightning_indexer(*(t.to(dtype) for t in indexer), topk=16, backend="torch")
             runs.append(
                 results(x, dtype, "torch") | dict(zip(("indices", "scores"), selected, strict=True))
@@ -279,11 +287,13 @@ def test_an_installation_without_the_library_says_so(monkeypatch, tmp_path):
     x = Inputs(seed=6).build()
     expected = results(x, torch.float64, "reference")
     (tmp_path / "libdsa.so").write_text("not a library")
-    for path, message in (
-        (tmp_path / "nothing.so", "built without a C++ compiler"),
-        (tmp_path / "libdsa.so", "cannot be loaded"),
+    for path, interface, message in (
+        (tmp_path / "nothing.so", 1, "built without a C++ compiler"),
+        (tmp_path / "libdsa.so", 1, "cannot be loaded"),
+        (compiled.PATH, 10**6, "left over from another version"),
     ):
         monkeypatch.setattr(compiled, "PATH", path)
+        monkeypatch.setattr(compiled, "_INTERFACE_VERSION", interface)
         compiled._load.cache_clear()
         try:
             assert message in backends()["compiled"]
@@ -299,6 +309,8 @@ def test_what_the_library_refuses_is_an_error():
     shape = compiled._shape(x, x[0], 1)
     shape.dtype = 9
     assert library.dsa_indexer_kl_loss(ctypes.byref(shape), *[None] * 6) == 2
-    shape.dtype, shape.K = 0, 2**50
+    shape.dtype, shape.instruction_set = 0, 99
+    assert library.dsa_indexer_kl_loss(ctypes.byref(shape), *[None] * 6) == 2
+    shape.instruction_set, shape.K = 0, 2**50
     with pytest.raises(MemoryError, match="no memory for the buffers"):
         compiled._call("dsa_indexer_kl_loss", shape, *[x] * 6)

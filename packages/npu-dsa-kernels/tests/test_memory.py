@@ -1,9 +1,16 @@
-"""Peak memory against sequence length, from the allocator's own trace of every allocation."""
+"""Peak memory against sequence length.
+
+Of torch code, from the allocator's own trace of every allocation. The compiled kernels take their
+buffers themselves: theirs is the high-water mark of a process.
+"""
 
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
 from npu_dsa_kernels import (
@@ -14,7 +21,7 @@ from npu_dsa_kernels import (
     lightning_indexer,
     sparse_attention,
 )
-from npu_dsa_kernels.backends import blocked
+from npu_dsa_kernels.backends import blocked, compiled
 
 H, D, V, HI, DI = 2, 16, 8, 2, 8
 
@@ -36,6 +43,48 @@ def peak_bytes(fn) -> int:
         alive += size
         peak = max(peak, alive)
     return peak
+
+
+@pytest.fixture(autouse=True)
+def torch_code(monkeypatch):
+    monkeypatch.setenv("NPU_DSA_COMPILED", "0")
+
+
+LAYER = """
+import sys
+import torch
+from npu_dsa_kernels import dsa_attention
+
+def run(S):
+    torch.manual_seed(0)
+    shapes = [(1, S, 2, 32), (1, S, 32), (1, S, 2, 32), (1, S, 32), (1, S, 2)]
+    x = [torch.randn(*s, requires_grad=True) for s in shapes]
+    mark = resident()
+    layer = dsa_attention(*x, topk=128, scale=0.2, v_dim=32, backend="torch")
+    (layer.out.sum() + layer.kl.sum()).backward()
+    return resident("VmHWM") - mark
+
+def resident(line="VmRSS"):
+    if line == "VmRSS":
+        open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts here
+    with open("/proc/self/status") as status:
+        return next(int(l.split()[1]) * 1024 for l in status if l.startswith(line))
+
+run(512)  # what comes with the first call of an operator
+print(run(int(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(not compiled.instruction_sets(), reason=compiled.status())
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_the_compiled_layer_grows_linearly(monkeypatch):
+    monkeypatch.delenv("NPU_DSA_COMPILED")
+    peaks = {}
+    for S in (4096, 8192):
+        command = [sys.executable, "-c", LAYER, str(S)]
+        peaks[S] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert 2**20 < peaks[8192] <= 2.2 * peaks[4096], peaks
+    assert peaks[8192] < 8192 * 8192, peaks  # a quarter of one S x S matrix of floats
 
 
 def inputs(S: int):

@@ -396,3 +396,45 @@ def test_checkpointing_under_compile():
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
     for a, b in zip(run(fn), run(compiled), strict=True):
         torch.testing.assert_close(a, b)
+
+
+FORWARD_MODE = {
+    "sparse_attention": lambda x: sparse_attention(
+        x, x[:, :, 0], torch.zeros(1, 4, 2).int(), scale=1.0, v_dim=4, backend="torch"
+    )[0],
+    "dsa_attention": lambda x: dsa_attention(
+        x, x[:, :, 0], *(torch.randn(*s) for s in ((1, 4, 2, 4), (1, 4, 4), (1, 4, 2))),
+        topk=2, scale=1.0, v_dim=4, backend="torch",
+    ).out,
+    "indexer_kl_loss": lambda x: indexer_kl_loss(
+        x, x[:, :, 0], x[..., 0], torch.zeros(1, 4, 2).int(), torch.ones(1, 4, 2), backend="torch"
+    ),
+    "dense_indexer_kl_loss": lambda x: dense_indexer_kl_loss(
+        x, x[:, :, 0], x[..., 0], x, x[:, :, 0], scale=1.0, backend="torch"
+    ),
+    "hadamard": lambda x: hadamard(x, backend="torch"),
+    "rms_norm": lambda x: rms_norm(x, None, backend="torch"),
+    "rotary_mul": lambda x: rotary_mul(x, torch.ones(4, 4), torch.ones(4, 4), backend="torch"),
+    "swiglu": lambda x: swiglu(x, backend="torch"),
+    "grouped_matmul": lambda x: grouped_matmul(
+        x[0, :, 0], torch.ones(1, 4, 3), counts=torch.tensor([4]), backend="torch"
+    ),
+    "moe_permute": lambda x: moe_permute(
+        x[0, :, 0], torch.zeros(4, 1).int(), num_experts=1, backend="torch"
+    ).tokens,
+    "moe_unpermute": lambda x: moe_unpermute(
+        x[0, :, 0], torch.arange(4).int()[:, None], backend="torch"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_is_refused_and_not_dropped(name):
+    x, call = torch.randn(1, 4, 2, 4), FORWARD_MODE[name]
+    with pytest.raises(RuntimeError, match=rf"{name}: forward-mode .* backend='reference'"):
+        torch.func.jvp(call, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(RuntimeError, match=rf"{name}: forward-mode"):
+            call(dual)
+        call(x)  # without a tangent nothing is in the way

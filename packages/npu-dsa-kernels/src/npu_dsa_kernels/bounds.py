@@ -40,6 +40,7 @@ def causal_bounds(positions: Tensor, *, index: Tensor | None = None) -> Tensor:
     checks.dtype("index", index, (torch.int32, torch.int64))
     checks.same_device("positions", positions, index=index)
 
-    hi_BS = (index + 1).expand(B, S)
-    lo_BS = torch.minimum((index - positions).clamp(min=0), hi_BS)
-    return torch.stack([lo_BS, hi_BS], dim=-1).to(torch.int32)
+    # In int64: a sum past int32 would wrap around to a range of other keys.
+    hi_BS = (index.long() + 1).expand(B, S)
+    lo_BS = torch.minimum((index.long() - positions.long()).clamp(min=0), hi_BS)
+    return torch.stack([lo_BS, hi_BS], dim=-1).clamp(max=checks.INT32_MAX).to(torch.int32)

@@ -1,6 +1,7 @@
 """Argument checks. Every message names the argument, what it got and what would work."""
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 def bad(name: str, got: object, want: str) -> ValueError:
@@ -93,10 +95,10 @@ def key_count(name: str, T: int) -> None:
 
 
 def scale(value: float) -> None:
-    number = isinstance(value, (int, float, torch.SymFloat, torch.SymInt))
+    number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
     # Compared instead of math.isfinite, which cannot be traced.
-    if isinstance(value, bool) or not number or not -math.inf < value < math.inf:
-        raise bad("scale", repr(value), "expected a finite float")
+    if isinstance(value, bool) or not number or not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        raise bad("scale", repr(value), "expected a finite float, in the range of float32")
 
 
 def bounds(x: Tensor | None, B: int, S: int, T: int, *, validate: bool) -> None:

@@ -21,7 +21,9 @@ from npu_dsa_kernels import checks
 ENVIRONMENT_VARIABLE = "NPU_DSA_COMPILED"
 PATH = Path(__file__).with_name("libdsa.so")
 
-_DIM_MULTIPLE = 32  # DSA_DIM_MULTIPLE in cpp/dsa.h
+# Of cpp/dsa.h.
+_DIM_MULTIPLE = 32
+_INTERFACE_VERSION = 1
 
 
 class _Shape(ctypes.Structure):
@@ -31,6 +33,7 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("B", "S", "T", "H", "D", "V", "K")),
         ("dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("instruction_set", ctypes.c_int32),
         ("scale", ctypes.c_float),
     )
 
@@ -40,20 +43,19 @@ def status() -> str:
     library, problem = _load()
     if library is None:
         return problem
-    name = _instruction_set(library)
-    if name is None:
+    number = _instruction_set()
+    if number is None:
         return (
             f"switched off by {ENVIRONMENT_VARIABLE}=0; 'torch' runs its blocked torch code on CPU"
         )
-    return f"part of 'torch' on CPU: {name}"
+    return f"part of 'torch' on CPU: {instruction_sets()[number]}"
 
 
 def takes(q: Tensor, kv: Tensor) -> bool:
     """Whether these tensors are computed here. float64 is not, and what is empty has no kernel."""
     if q.device.type != "cpu" or q.dtype == torch.float64 or not (q.numel() and kv.numel()):
         return False
-    library, _ = _load()
-    return library is not None and _instruction_set(library) is not None
+    return _load()[0] is not None and _instruction_set() is not None
 
 
 @functools.cache
@@ -68,30 +70,34 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
         return None, f"cannot be loaded ({error}); 'torch' runs its blocked torch code on CPU"
+    version = getattr(library, "dsa_interface_version", lambda: 0)()
+    if version != _INTERFACE_VERSION:
+        return None, (
+            f"left over from another version ({PATH}: interface {version}, not "
+            f"{_INTERFACE_VERSION}), reinstall npu-dsa-kernels; 'torch' runs its blocked torch "
+            "code on CPU"
+        )
     library.dsa_instruction_sets.restype = ctypes.c_char_p
     return library, ""
 
 
+@functools.cache
 def instruction_sets() -> list[str]:
     """Those the library was built for and this machine has, best first."""
     library, _ = _load()
     return [] if library is None else library.dsa_instruction_sets().decode().split()
 
 
-def _instruction_set(library: ctypes.CDLL) -> str | None:
+def _instruction_set() -> int | None:
+    """The number of the one to run; None if switched off."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE) or "1"
-    return None if wanted == "0" else _use(library, wanted)
-
-
-@functools.lru_cache(maxsize=1)
-def _use(library: ctypes.CDLL, wanted: str) -> str:
+    if wanted in ("0", "1"):
+        return None if wanted == "0" else 0
     names = instruction_sets()
-    name = names[0] if wanted == "1" else wanted
-    if name not in names:
+    if wanted not in names:
         want = f"expected 0 (off), 1 (the best) or one of {', '.join(names)}"
         raise checks.bad(ENVIRONMENT_VARIABLE, repr(wanted), want)
-    library.dsa_use(name.encode())
-    return name
+    return names.index(wanted)
 
 
 # ---------------------------------------------------------------------------------- the operators
@@ -211,6 +217,7 @@ def _shape(q_BSHD: Tensor, kv_BTD: Tensor, K: int, *, V: int = 0, scale: float =
         B=B, S=S, T=kv_BTD.shape[1], H=H, D=D, V=V, K=K,
         dtype=int(q_BSHD.dtype == torch.bfloat16),
         threads=max(1, min(torch.get_num_threads(), B * S)),
+        instruction_set=_instruction_set() or 0,
         scale=scale,
     )  # fmt: skip
 
@@ -230,7 +237,8 @@ def _operands(*tensors: Tensor) -> list[Tensor]:
     """Contiguous, in an element type the kernels multiply, the last dim padded with zeros."""
     library, _ = _load()
     assert library is not None
-    native = (torch.float32, torch.bfloat16) if library.dsa_multiplies_bfloat16() else ()
+    multiplies = library.dsa_multiplies_bfloat16(_instruction_set() or 0)
+    native = (torch.float32, torch.bfloat16) if multiplies else (torch.float32,)
     prepared = []
     for x in tensors:
         x = x if x.dtype in native else x.float()

@@ -6,7 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import compute_dtype, no_autocast
-from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._autograd import no_forward_mode, once_differentiable
 from npu_dsa_kernels.ops._fused_kl import fused_dense_kl_loss
 from npu_dsa_kernels.ops.lightning_indexer import _check
 
@@ -87,6 +87,7 @@ def dense_indexer_kl_loss(
         with no_autocast(q_index):
             loss = reference.dense_indexer_kl_loss(q_index, k_index, weights, q, kv, bounds, scale)
     else:
+        no_forward_mode("dense_indexer_kl_loss", q_index, k_index, weights)
         loss = _dense_indexer_kl_loss(q_index, k_index, weights, q, kv, bounds, float(scale), name)
     return loss.sum() if reduction == "sum" else loss
 

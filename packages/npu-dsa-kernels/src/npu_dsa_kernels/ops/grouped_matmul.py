@@ -6,7 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import no_autocast
-from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._autograd import no_forward_mode, once_differentiable
 
 # N rows, G groups, I input features, O output features
 
@@ -65,6 +65,7 @@ def grouped_matmul(
     if name == "reference":
         with no_autocast(x):
             return reference.grouped_matmul(x, weight, ends)
+    no_forward_mode("grouped_matmul", x, weight)
     return _grouped_matmul(x, weight, ends, name)
 
 

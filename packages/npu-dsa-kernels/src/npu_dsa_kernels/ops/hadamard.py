@@ -6,6 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import no_autocast
+from npu_dsa_kernels.ops._autograd import no_forward_mode
 
 # D transformed dim
 
@@ -40,6 +41,7 @@ def hadamard(x: Tensor, *, scale: float | None = None, backend: str | None = Non
     if name == "reference":
         with no_autocast(x):
             return reference.hadamard(x, scale)
+    no_forward_mode("hadamard", x)
     return _hadamard(x, float(scale), name)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import compute_dtype, no_autocast
-from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._autograd import no_forward_mode, once_differentiable
 from npu_dsa_kernels.ops.lightning_indexer import _check
 
 # B batch, S queries, T keys, H indexer heads, D indexer head dim, K selected keys
@@ -72,6 +72,7 @@ def indexer_kl_loss(
     if name == "reference":
         with no_autocast(q_index):
             return reference.indexer_kl_loss(q_index, k_index, weights, indices, target)
+    no_forward_mode("indexer_kl_loss", q_index, k_index, weights)
     return _indexer_kl_loss(q_index, k_index, weights, indices, target, scores, name)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import no_autocast
-from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._autograd import no_forward_mode, once_differentiable
 
 # N tokens, D features, k experts of a token, M rows of the permuted tokens, E experts
 
@@ -79,6 +79,7 @@ def moe_permute(
         with no_autocast(tokens):
             out = reference.moe_permute(tokens, experts, probs, num_experts, M)
     else:
+        no_forward_mode("moe_permute", tokens, probs)
         out = _moe_permute(tokens, experts, probs, num_experts, M, name)
     permuted, permuted_probs, rows, counts = out
     return MoEPermutation(permuted, None if probs is None else permuted_probs, rows, counts)

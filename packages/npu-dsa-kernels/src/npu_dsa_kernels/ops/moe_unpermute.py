@@ -6,7 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import compute_dtype, no_autocast
-from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._autograd import no_forward_mode, once_differentiable
 
 # N tokens, D features, k experts of a token, M rows of the permuted tokens
 
@@ -53,6 +53,7 @@ def moe_unpermute(
     if name == "reference":
         with no_autocast(x):
             return reference.moe_unpermute(x, rows, probs)
+    no_forward_mode("moe_unpermute", x, probs)
     return _moe_unpermute(x, rows, probs, name)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import compute_dtype, no_autocast
-from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._autograd import no_forward_mode, once_differentiable
 
 # D normalised dim
 
@@ -46,6 +46,7 @@ def rms_norm(
     if name == "reference":
         with no_autocast(x):
             return reference.rms_norm(x, weight, eps)
+    no_forward_mode("rms_norm", x, weight)
     return _rms_norm(x, weight, float(eps), name)[0]
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import no_autocast
+from npu_dsa_kernels.ops._autograd import no_forward_mode
 
 # B batch, S sequence, H heads, D head dim
 
@@ -62,6 +63,7 @@ def rotary_mul(
     if name == "reference":
         with no_autocast(x):
             return reference.rotary_mul(x, cos, sin, interleaved)
+    no_forward_mode("rotary_mul", x)
     return _rotary_mul(x, cos, sin, interleaved, name)
 
 

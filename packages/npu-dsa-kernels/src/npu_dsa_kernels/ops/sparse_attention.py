@@ -6,7 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import compute_dtype, no_autocast
-from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._autograd import no_forward_mode, once_differentiable
 
 # B batch, S queries, T keys, H heads, D key dim, V value dim, K selected keys
 
@@ -57,6 +57,7 @@ def sparse_attention(
     if name == "reference":
         with no_autocast(q):
             return reference.sparse_attention(q, kv, indices, scale, v_dim)
+    no_forward_mode("sparse_attention", q, kv)
     return _sparse_attention(q, kv, indices, float(scale), v_dim, name)
 
 
@@ -73,6 +74,7 @@ def attention_and_target(
         with no_autocast(q):
             out, lse = reference.sparse_attention(q, kv, indices, scale, v_dim)
             return out, lse, reference.attention_target(q, kv, indices, lse, scale).detach()
+    no_forward_mode("dsa_attention", q, kv)
     out, lse, target = _sparse_attention_with_target(q, kv, indices, float(scale), v_dim, backend)
     return out, lse, target.detach()
 

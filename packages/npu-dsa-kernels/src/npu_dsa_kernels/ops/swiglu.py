@@ -6,7 +6,7 @@ from torch import Tensor
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends import kernels, reference, resolve
 from npu_dsa_kernels.backends.precision import no_autocast
-from npu_dsa_kernels.ops._autograd import once_differentiable
+from npu_dsa_kernels.ops._autograd import no_forward_mode, once_differentiable
 
 # F features of either half
 
@@ -37,6 +37,7 @@ def swiglu(x: Tensor, *, dim: int = -1, backend: str | None = None) -> Tensor:
     if name == "reference":
         with no_autocast(x):
             return reference.swiglu(x, dim)
+    no_forward_mode("swiglu", x)
     return _swiglu(x, dim, name)
 
 
