@@ -473,3 +473,20 @@ def test_wild_bounds_read_no_memory(backend):
     whole = torch.tensor([0, 8]).int().expand(2, 8, 2)
     a, b = (dense_indexer_kl_loss(**ARGUMENTS, bounds=x, backend=backend) for x in (wild, whole))
     assert torch.equal(a, b)
+
+
+def test_a_key_at_minus_infinity_scores_nothing_and_learns_nothing():
+    g = torch.Generator().manual_seed(0)
+    q, k, w = leaves(
+        torch.rand(1, 6, 2, 4, generator=g), torch.rand(1, 6, 4, generator=g),
+        torch.rand(1, 6, 2, generator=g),
+    )  # fmt: skip
+    with torch.no_grad():
+        k[0, 2, 1] = -math.inf  # its dot products are -inf, whose relu is 0
+    attention = torch.randn(1, 6, 2, 4, generator=g), torch.randn(1, 6, 4, generator=g)
+    loss = dense_indexer_kl_loss(q, k, w, *attention, scale=0.5, backend="torch")
+    assert loss.isfinite().all()
+    dk, dw = torch.autograd.grad(loss.sum(), (k, w))
+    assert (dk[0, 2] == 0).all()
+    assert dw.isfinite().all()
+    assert dk[0, [0, 1, 3]].abs().min() > 0

@@ -425,7 +425,8 @@ def _head_blocks(H: int, x_nC: Tensor) -> Iterator[slice]:
 
 
 def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).nan_to_num(0.0, 0.0, 0.0)
+    """No NaN and no infinity; products of what stands for infinity keep its sign and are finite."""
+    return x.to(dtype).nan_to_num(0.0, 1e18, -1e18)
 
 
 def hadamard(x: Tensor, scale: float) -> Tensor:
