@@ -80,11 +80,12 @@ print(run(int(sys.argv[1])))
 def test_the_compiled_layer_grows_linearly(monkeypatch):
     monkeypatch.delenv("NPU_DSA_COMPILED")
     peaks = {}
-    for S in (4096, 8192):
+    for S in (8192, 16384):
         command = [sys.executable, "-c", LAYER, str(S)]
         peaks[S] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert 2**20 < peaks[8192] <= 2.2 * peaks[4096], peaks
-    assert peaks[8192] < 8192 * 8192, peaks  # a quarter of one S x S matrix of floats
+    noise = 16 * 2**20  # pages that the allocator still had, or asked for early
+    assert noise < peaks[16384] <= 2.2 * peaks[8192] + noise, peaks
+    assert peaks[16384] < 16384 * 16384 / 2, peaks  # an eighth of one S x S matrix of floats
 
 
 def inputs(S: int):
