@@ -264,4 +264,5 @@ def _bars(axis: Any, what: str, result: Result, colour: dict[str, str]) -> None:
     axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.margins(x=0.15)
+    axis.locator_params(axis="x", nbins=4)  # labels of more would run into each other
     axis.set_xlabel(_UNITS[what][0])

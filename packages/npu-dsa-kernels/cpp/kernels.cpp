@@ -77,6 +77,11 @@ class Pool {
     Buffers* items_;
 };
 
+template <class E>
+void put_zeros(E* to, int64_t n) {
+    memset(static_cast<void*>(to), 0, n * sizeof(E));
+}
+
 // The rows that one query selected; -1 and whatever else is outside of [0, T) is left out.
 template <class E>
 struct Selection {
@@ -92,7 +97,6 @@ struct Selection {
         slots = arena.take<int32_t>(K);
         zeros = arena.take<E>(D);
     }
-    void clear_zeros(int64_t D) { memset(static_cast<void*>(zeros), 0, D * sizeof(E)); }
     void choose(const int32_t* indices, int64_t K, const E* table, int64_t T, int64_t D) {
         n = 0;
         for (int64_t j = 0; j < K; j++)
@@ -106,7 +110,7 @@ struct Selection {
     }
     // From the order of the rows to that of the slots, zeros where there is no key.
     void put_back(const float* from, int64_t K, float* to) const {
-        memset(to, 0, K * sizeof(float));
+        put_zeros(to, K);
         for (int64_t j = 0; j < n; j++) to[slots[j]] = from[j];
     }
 };
@@ -122,17 +126,12 @@ int64_t head_group(int64_t H, int64_t K) {
 template <class E>
 void copy_heads(E* to, const E* from, int64_t heads, int64_t padded, int64_t dim) {
     memcpy(static_cast<void*>(to), from, heads * dim * sizeof(E));
-    memset(static_cast<void*>(to + heads * dim), 0, (padded - heads) * dim * sizeof(E));
+    put_zeros(to + heads * dim, (padded - heads) * dim);
 }
 
 template <class E>
 void put_row(E* to, const float* from, int64_t n, float factor) {
     for (int64_t i = 0; i < n; i += kLanes) put(to + i, load(from + i) * factor);
-}
-
-template <class E>
-void put_zeros(E* to, int64_t n) {
-    memset(static_cast<void*>(to), 0, n * sizeof(E));
 }
 
 // ------------------------------------------------------------------------------- sparse attention
@@ -192,7 +191,7 @@ int sparse_attention(const dsa_shape& shape, const void* q_, const void* kv_,
     dsa::Team::run(threads, [&, B = B, S = S, T = T, H = H, D = D, V = V, K = K, scale = scale](
                                 dsa::Team& team, int thread) {
         AttentionScratch<E>& my = pool[thread];
-        my.selection.clear_zeros(D);
+        put_zeros(my.selection.zeros, D);
         team.each(B * S, [&](int64_t t) {
             my.selection.choose(indices + t * K, K, kv + t / S * T * D, T, D);
             const int64_t n = my.selection.n, padded = my.selection.padded;
@@ -235,7 +234,7 @@ int attention_target(const dsa_shape& shape, const void* q_, const void* kv_,
     dsa::Team::run(threads, [&, B = B, S = S, T = T, H = H, D = D, K = K, scale = scale](
                                 dsa::Team& team, int thread) {
         AttentionScratch<E>& my = pool[thread];
-        my.selection.clear_zeros(D);
+        put_zeros(my.selection.zeros, D);
         team.each(B * S, [&](int64_t t) {
             my.selection.choose(indices + t * K, K, kv + t / S * T * D, T, D);
             const int64_t padded = my.selection.padded;
@@ -419,7 +418,7 @@ int sparse_attention_backward(const dsa_shape& shape, const void* q_, const void
 
     dsa::Team::run(threads, [&, T = T, H = H, D = D, V = V](dsa::Team& team, int thread) {
         AttentionBackwardScratch<E>& my = pool[thread];
-        my.selection.clear_zeros(D);
+        put_zeros(my.selection.zeros, D);
         for (int64_t first = 0; first < queries; first += block) {
             const int64_t count = at_most(block, queries - first);
             team.each(count, [&](int64_t i) { weights(first + i, my, addends[i]); });
@@ -490,7 +489,7 @@ int indexer_kl_loss(const dsa_shape& shape, const void* q, const void* k, const 
     if (!pool.ok()) return DSA_NO_MEMORY;
     dsa::Team::run(shape.threads, [&](dsa::Team& team, int thread) {
         IndexerScratch<E>& my = pool[thread];
-        my.selection.clear_zeros(shape.D);
+        put_zeros(my.selection.zeros, shape.D);
         team.each(shape.B * shape.S, [&](int64_t t) {
             loss[t] = 0;
             if (!my.compare(shape, t, static_cast<const E*>(q), static_cast<const E*>(k), w,
@@ -564,7 +563,7 @@ int indexer_kl_loss_backward(const dsa_shape& shape, const void* q_, const void*
 
     dsa::Team::run(threads, [&, T = T, H = H, D = D](dsa::Team& team, int thread) {
         IndexerScratch<E>& my = pool[thread];
-        my.selection.clear_zeros(D);
+        put_zeros(my.selection.zeros, D);
         for (int64_t first = 0; first < queries; first += block) {
             const int64_t count = at_most(block, queries - first);
             team.each(count, [&](int64_t i) { weights(first + i, my, addends[i]); });
