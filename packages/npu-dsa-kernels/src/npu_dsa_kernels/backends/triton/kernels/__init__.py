@@ -1,0 +1,1 @@
+"""The Triton kernels, one operator a file. Importing one imports triton."""

@@ -1,0 +1,106 @@
+"""Where kernels start, and on what.
+
+Operators call `launch`; what that runs is up to a launcher. `use` puts another one in place of the
+device's: the Ascend gate of the tests runs every kernel as the code it was lowered to.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from npu_dsa_kernels.backends.triton import tiles as table
+from npu_dsa_kernels.backends.triton.tiles import Tiles
+
+
+class Launcher(Protocol):
+    """Runs a kernel's programs. Kernels loop, so that any number of programs does all the work."""
+
+    target: str
+    """The column of the table of tiles."""
+    programs: int
+    """How many programs fill the device."""
+
+    def __call__(
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        tiles: Tiles,
+    ) -> None:
+        """Run `kernel` over a grid of one dimension.
+
+        `arguments` are the tensors and numbers of the run, in order; `constants` are those of the
+        compilation, by name.
+        """
+        ...
+
+
+class _Interpreter:
+    """Triton's interpreter, on CPU. Two programs: both loop, and they share what they write."""
+
+    target = "interpreter"
+    programs = 2
+
+    def __call__(self, kernel, programs, arguments, constants, tiles) -> None:
+        kernel[(programs,)](*arguments, **constants)
+
+
+class _Cuda:
+    target = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+
+    def __call__(self, kernel, programs, arguments, constants, tiles) -> None:
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        kernel[(programs,)](*arguments, **constants, **options)
+
+
+class _Ascend:
+    """Atlas A3: a program for each of a die's cube cores, which brings two vector cores along."""
+
+    target = "ascend"
+    programs = 24
+
+    def __call__(self, kernel, programs, arguments, constants, tiles) -> None:
+        kernel[(programs,)](*arguments, **constants)
+
+
+_replacement: Launcher | None = None
+
+
+@contextmanager
+def use(launcher: Launcher) -> Iterator[None]:
+    """Run kernels with `launcher`, whatever the tensors' device."""
+    global _replacement
+    before, _replacement = _replacement, launcher
+    try:
+        yield
+    finally:
+        _replacement = before
+
+
+def launcher(device: torch.device) -> Launcher:
+    """What runs kernels on tensors of `device`."""
+    if _replacement is not None:
+        return _replacement
+    if device.type == "cuda":
+        return _Cuda(device)
+    return _Ascend() if device.type == "npu" else _Interpreter()
+
+
+def tiles(kernel: Any, x: torch.Tensor) -> Tiles:
+    """The table's entry for `kernel` on the device and of the dtype of `x`."""
+    return table.tiles(kernel.__name__, launcher(x.device).target, x.dtype)
+
+
+def launch(
+    kernel: Any, work: int, *arguments: Any, tiles: Tiles, device: torch.device, **constants: Any
+) -> None:
+    """Run `kernel` over `work` items, which its programs share."""
+    if work > 0:
+        run = launcher(device)
+        run(kernel, min(work, run.programs), arguments, constants, tiles)
