@@ -1,6 +1,12 @@
+import os
+
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton kernels on CPU. Read when triton is imported, which nothing has done yet.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Shapes here are small; parallelism comes from running test files side by side.
 torch.set_num_threads(1)

@@ -6,16 +6,15 @@ from types import ModuleType
 import torch
 
 from npu_dsa_kernels import checks
-from npu_dsa_kernels.backends import blocked, compiled, npu
+from npu_dsa_kernels.backends import blocked, compiled, npu, triton
 from npu_dsa_kernels.backends.npu import limits
 
 ENVIRONMENT_VARIABLE = "NPU_DSA_BACKEND"
 
 # Backends behind the custom operators. "reference" is not among them: it is plain differentiable
 # torch code and needs no operator of its own.
-_KERNELS: dict[str, ModuleType] = {"torch": blocked, "npu": npu}
+_KERNELS: dict[str, ModuleType] = {"torch": blocked, "triton": triton, "npu": npu}
 
-_TRITON = "not in this version: no Triton kernels are shipped yet; use 'torch'"
 _NAMES = ("reference", "torch", "triton", "npu", "compiled")
 
 
@@ -25,12 +24,16 @@ def backends() -> dict[str, str]:
     ``reference``: the formulas as written, over all S x T scores, differentiated by autograd.
     ``torch``: blocked over queries on any device, memory linear in the sequence length.
     ``compiled``: no backend of its own; which compiled kernels serve ``torch`` on CPU, or why none.
-    ``triton``, ``npu``: fused kernels. The default is ``npu`` for tensors on an NPU and ``torch``
-    for all others; where ``npu`` is not available, or does not take some argument, an error says
-    so, since a default that quietly ran something slower would be the worse one. The environment
-    variable ``NPU_DSA_BACKEND`` overrides the default, and the `backend` argument overrides both.
+    ``triton``: fused kernels for CUDA and, with triton-ascend, for NPUs; on CPU in Triton's
+    interpreter, for tests, if ``TRITON_INTERPRET=1`` is set before Python starts. ``npu``:
+    torch_npu's fused operators.
 
-    To find out about ``npu``, torch_npu is imported if it is installed.
+    The default is ``npu`` for tensors on an NPU and ``torch`` for all others; where ``npu`` is not
+    available, or does not take some argument, an error says so, since a default that quietly ran
+    something slower would be the worse one. The environment variable ``NPU_DSA_BACKEND`` overrides
+    the default, and the `backend` argument overrides both.
+
+    To find out, torch_npu and triton are imported if they are installed.
     """
     return {name: _status(name) for name in _NAMES}
 
@@ -40,7 +43,7 @@ def _status(name: str) -> str:
         return npu.status()
     if name == "compiled":
         return compiled.status()
-    return _TRITON if name == "triton" else "available"
+    return triton.status() if name == "triton" else "available"
 
 
 def resolve(backend: str | None, device: torch.device) -> str:
@@ -65,6 +68,9 @@ def resolve(backend: str | None, device: torch.device) -> str:
         raise checks.bad(source, repr(backend), want)
     if backend == "npu" and device.type not in (limits.current().device, "meta"):
         raise checks.bad(source, "'npu'", f"expected tensors on an NPU, these are on {device}")
+    if backend == "triton" and not triton.takes(device):
+        want = f"expected tensors on {triton.devices()}, these are on {device}"
+        raise checks.bad(source, "'triton'", want)
     return backend
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends.triton import tiles as table
 from npu_dsa_kernels.backends.triton.tiles import Tiles
 
@@ -92,15 +93,38 @@ def launcher(device: torch.device) -> Launcher:
     return _Ascend() if device.type == "npu" else _Interpreter()
 
 
-def tiles(kernel: Any, x: torch.Tensor) -> Tiles:
-    """The table's entry for `kernel` on the device and of the dtype of `x`."""
-    return table.tiles(kernel.__name__, launcher(x.device).target, x.dtype)
+def tiles(kernel: Any, x: torch.Tensor, name: str) -> Tiles:
+    """The table's entry for `kernel`, on the device and of the dtype of `x`, argument `name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    target = launcher(x.device).target
+    found = table.find(kernel.__name__, target, x.dtype)
+    if found is None:
+        names = " or ".join(table.dtypes(kernel.__name__, target)) or "nothing"
+        want = f"backend 'triton' takes {names} on {target}; backend='torch' takes others"
+        raise checks.bad(name, x.dtype, want)
+    return found
 
 
 def launch(
-    kernel: Any, work: int, *arguments: Any, tiles: Tiles, device: torch.device, **constants: Any
+    kernel: Any, work: int, *arguments: Any, tile: Tiles, **constants: Any
 ) -> None:
-    """Run `kernel` over `work` items, which its programs share."""
+    """Run `kernel` over `work` items, which its programs share.
+
+    `arguments` are given at run time, `constants` at compilation.
+    """
     if work > 0:
+        device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
         run = launcher(device)
-        run(kernel, min(work, run.programs), arguments, constants, tiles)
+        run(kernel, min(work, run.programs), arguments, constants, tile)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def wide(size: int, least: int = 16) -> int:
+    """The power of two that holds `size`. Products take at least 16 of everything."""
+    return max(least, 1 << (size - 1).bit_length())

@@ -30,16 +30,105 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         "cuda": {2: Tiles(64, 32, warps=8, stages=2), 4: Tiles(16, 16, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
+    "sparse_attention_backward": {
+        "ascend": {2: Tiles(16, 32), 4: Tiles(16, 32)},
+        "cuda": {2: Tiles(64, 32, warps=8), 4: Tiles(16, 16, warps=8)},
+        "interpreter": {4: Tiles(16, 16)},
+    },
+    "attention_target": {
+        "ascend": {2: Tiles(64, 64), 4: Tiles(16, 64)},
+        "cuda": {2: Tiles(64, 64, warps=8), 4: Tiles(16, 32, warps=8)},
+        "interpreter": {4: Tiles(16, 16)},
+    },
+    "index_scores": {  # rows: all heads of a query, whatever their number
+        "ascend": {2: Tiles(64, 256), 4: Tiles(64, 256)},
+        "cuda": {2: Tiles(64, 128, stages=2), 4: Tiles(64, 64)},
+        "interpreter": {4: Tiles(64, 32)},
+    },
+    "select_topk": {  # rows: keys packed at a time, columns: keys counted at a time
+        "ascend": {2: Tiles(64, 2048), 4: Tiles(64, 2048)},
+        "cuda": {2: Tiles(64, 1024), 4: Tiles(64, 1024)},
+        "interpreter": {4: Tiles(16, 32)},
+    },
+    "order_topk": {  # rows: keys placed at a time, against as many
+        "ascend": {2: Tiles(64, 64), 4: Tiles(64, 64)},
+        "cuda": {2: Tiles(64, 64), 4: Tiles(64, 64)},
+        "interpreter": {4: Tiles(16, 16)},
+    },
+    "indexer_kl_loss": {
+        "ascend": {2: Tiles(64, 128), 4: Tiles(64, 128)},
+        "cuda": {2: Tiles(64, 64), 4: Tiles(64, 32)},
+        "interpreter": {4: Tiles(64, 16)},
+    },
+    "indexer_kl_loss_backward": {
+        "ascend": {2: Tiles(64, 64), 4: Tiles(64, 64)},
+        "cuda": {2: Tiles(64, 64, warps=8), 4: Tiles(64, 32, warps=8)},
+        "interpreter": {4: Tiles(64, 16)},
+    },
+    "rms_norm": {  # columns: elements of whole rows at a time; rows: of them at most
+        "ascend": {2: Tiles(32, 8192), 4: Tiles(32, 8192)},
+        "cuda": {2: Tiles(32, 8192, warps=8), 4: Tiles(32, 8192, warps=8)},
+        "interpreter": {4: Tiles(2, 8192)},
+    },
+    "rms_norm_backward": {  # as rms_norm
+        "ascend": {2: Tiles(32, 8192), 4: Tiles(32, 8192)},
+        "cuda": {2: Tiles(32, 8192, warps=8), 4: Tiles(32, 8192, warps=8)},
+        "interpreter": {4: Tiles(2, 8192)},
+    },
+    "rotary_mul": {  # columns: elements of whole heads at a time; rows: of them at most
+        "ascend": {2: Tiles(64, 4096), 4: Tiles(64, 4096)},
+        "cuda": {2: Tiles(64, 4096), 4: Tiles(64, 4096)},
+        "interpreter": {4: Tiles(4, 4096)},
+    },
+    "count_slots": {  # rows: slots, columns: experts
+        "ascend": {4: Tiles(64, 128)},
+        "cuda": {4: Tiles(128, 64)},
+        "interpreter": {4: Tiles(8, 4)},
+    },
+    "place_slots": {  # rows: slots, against as many; those of count_slots
+        "ascend": {4: Tiles(64, 64)},
+        "cuda": {4: Tiles(128, 128)},
+        "interpreter": {4: Tiles(8, 8)},
+    },
+    "invert_rows": {  # rows: slots
+        "ascend": {4: Tiles(1024, 1)},
+        "cuda": {4: Tiles(1024, 1)},
+        "interpreter": {4: Tiles(8, 1)},
+    },
+    "take": {  # rows: indices
+        "ascend": {4: Tiles(1024, 1)},
+        "cuda": {4: Tiles(1024, 1)},
+        "interpreter": {4: Tiles(8, 1)},
+    },
+    "gather_tokens": {
+        "ascend": {2: Tiles(1, 8192), 4: Tiles(1, 8192)},
+        "cuda": {2: Tiles(1, 8192, warps=8), 4: Tiles(1, 8192, warps=8)},
+        "interpreter": {4: Tiles(1, 4)},
+    },
+    "sum_rows": {
+        "ascend": {2: Tiles(1, 8192), 4: Tiles(1, 4096)},
+        "cuda": {2: Tiles(1, 8192, warps=8), 4: Tiles(1, 8192, warps=8)},
+        "interpreter": {4: Tiles(1, 4)},
+    },
+    "dot_rows": {
+        "ascend": {2: Tiles(1, 8192), 4: Tiles(1, 8192)},
+        "cuda": {2: Tiles(1, 8192, warps=8), 4: Tiles(1, 8192, warps=8)},
+        "interpreter": {4: Tiles(1, 4)},
+    },
 }
 
 
-def tiles(kernel: str, target: str, dtype: torch.dtype) -> Tiles:
-    """The entry of the table.
+_DTYPES = {2: ("bfloat16", "float16"), 4: ("float32",)}
 
-    Raises:
-        KeyError: the kernel is not offered on the target, or not for the dtype.
-    """
-    return _TABLE[kernel][target][dtype.itemsize]
+
+def find(kernel: str, target: str, dtype: torch.dtype) -> Tiles | None:
+    """The entry of the table, or None where the kernel is not offered."""
+    return _TABLE[kernel].get(target, {}).get(dtype.itemsize)
+
+
+def dtypes(kernel: str, target: str) -> list[str]:
+    """The dtypes for which a kernel is offered on a target."""
+    return [name for size in sorted(_TABLE[kernel].get(target, {})) for name in _DTYPES[size]]
 
 
 def entries(target: str) -> list[tuple[str, int, Tiles]]:
