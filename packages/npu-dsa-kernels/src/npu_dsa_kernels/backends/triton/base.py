@@ -7,9 +7,8 @@ from torch import Tensor
 
 from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends.blocked import hadamard
-from npu_dsa_kernels.backends.triton.kernels import permute
+from npu_dsa_kernels.backends.triton.kernels import permute, rotary
 from npu_dsa_kernels.backends.triton.kernels import rms_norm as norm
-from npu_dsa_kernels.backends.triton.kernels import rotary
 from npu_dsa_kernels.backends.triton.launch import cdiv, launch, launcher, tiles, wide
 from npu_dsa_kernels.backends.triton.tiles import Tiles
 
@@ -104,7 +103,7 @@ def _rows(tile: Tiles, D: int) -> int:
     Raises:
         ValueError: not even one row does.
     """
-    if D > tile.columns:
+    if wide(D, 1) > tile.columns:
         want = f"backend 'triton' takes at most {tile.columns} on this device"
         raise checks.bad("x", f"a last dimension of {D}", f"{want}; backend='torch' takes any")
     return min(tile.rows, tile.columns // wide(D, 1))

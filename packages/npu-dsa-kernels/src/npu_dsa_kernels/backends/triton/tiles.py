@@ -68,17 +68,17 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "rms_norm": {  # columns: elements of whole rows at a time; rows: of them at most
         "ascend": {2: Tiles(32, 8192), 4: Tiles(32, 8192)},
         "cuda": {2: Tiles(32, 8192, warps=8), 4: Tiles(32, 8192, warps=8)},
-        "interpreter": {4: Tiles(2, 8192)},
+        "interpreter": {4: Tiles(4, 8192)},
     },
     "rms_norm_backward": {  # as rms_norm
         "ascend": {2: Tiles(32, 8192), 4: Tiles(32, 8192)},
         "cuda": {2: Tiles(32, 8192, warps=8), 4: Tiles(32, 8192, warps=8)},
-        "interpreter": {4: Tiles(2, 8192)},
+        "interpreter": {4: Tiles(4, 8192)},
     },
     "rotary_mul": {  # columns: elements of whole heads at a time; rows: of them at most
         "ascend": {2: Tiles(64, 4096), 4: Tiles(64, 4096)},
         "cuda": {2: Tiles(64, 4096), 4: Tiles(64, 4096)},
-        "interpreter": {4: Tiles(4, 4096)},
+        "interpreter": {4: Tiles(16, 4096)},
     },
     "count_slots": {  # rows: slots, columns: experts
         "ascend": {4: Tiles(64, 128)},
