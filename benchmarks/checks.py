@@ -7,22 +7,20 @@ from dataclasses import dataclass
 class Check:
     text: str
     value: float
-    limit: float
-    at_most: bool
-
-    @property
-    def holds(self) -> bool:
-        """False also where there is no figure (NaN): what was not measured is not shown."""
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
-
-    @property
-    def wanted(self) -> str:
-        return f"{'at most' if self.at_most else 'at least'} {self.limit:g}"
+    wanted: str
+    holds: bool
+    """False also where there is no figure (NaN): what was not measured is not shown."""
 
 
 def at_most(text: str, value: float, limit: float) -> Check:
-    return Check(text, value, limit, at_most=True)
+    return Check(text, value, f"at most {limit:g}", value <= limit)
 
 
 def at_least(text: str, value: float, limit: float) -> Check:
-    return Check(text, value, limit, at_most=False)
+    return Check(text, value, f"at least {limit:g}", value >= limit)
+
+
+def rounds_to(text: str, value: float, figure: str) -> Check:
+    """`figure` as it is printed somewhere: its digits say how far to round."""
+    decimals = len(figure.partition(".")[2])
+    return Check(text, value, figure, f"{value:.{decimals}f}" == figure)

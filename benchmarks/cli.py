@@ -17,23 +17,26 @@ from benchmarks.measure import FEWEST_ROUNDS, Result, Settings, measure
 
 DEFAULT_OUT = Path(__file__).parent / "results"
 BUDGETS = {"dsa": 120.0, "base": 20.0, "step": 300.0}
+OUT_HELP = "Folder for the results: a JSON file and a picture."
 
 
 class Suite(enum.StrEnum):
+    """What is measured; each is a command with the same options."""
+
     dsa = "dsa"
     base = "base"
     step = "step"
 
 
-def main(
-    suite: Annotated[
-        Suite,
-        typer.Argument(
-            help="dsa: the DSA operators and the whole attention layer, over S, K and H. "
-            "base: norm, rotary embedding, SwiGLU, grouped matmul, permute. "
-            "step: a training step of 4 and 8 layers at S 4096."
-        ),
-    ],
+SUITE_HELP = {
+    Suite.dsa: "Measure the DSA operators and the whole attention layer, over S, K and H.",
+    Suite.base: "Measure norm, rotary embedding, SwiGLU, grouped matmul, permute.",
+    Suite.step: "Measure a training step of 4 and 8 layers at S 4096.",
+}
+
+
+def measured(
+    context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: does all of it run?")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Say which claims hold; exit code 1 if one does not.")
@@ -42,7 +45,7 @@ def main(
         str, typer.Option(help="Only cases whose title matches this pattern (see --list).")
     ] = "*",
     list_cases: Annotated[bool, typer.Option("--list", help="Show the cases and stop.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for SUITE.json and SUITE.png.")] = DEFAULT_OUT,
+    out: Annotated[Path, typer.Option(help=OUT_HELP)] = DEFAULT_OUT,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Cores to use; all this process may use if not given.")
     ] = None,
@@ -54,11 +57,7 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Measure this project's operators next to small operators, peers and the machine's limit.
-
-    Writes SUITE.json and SUITE.png. Implementations take turns, pinned to the same cores; results
-    are compared before anything is timed.
-    """
+    suite = Suite(context.info_name)
     if check and quick:
         raise typer.BadParameter("claims are about full sizes: leave out --quick or --check")
     threads = _threads(threads)
@@ -70,9 +69,7 @@ def main(
     cases = [c for c in module.cases(quick) if fnmatch.fnmatch(c.title.lower(), _glob(case))]
     if not cases:
         raise typer.BadParameter(f"no case of {suite} matches {case!r}: see --list")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 130
+    console = _console()
     if list_cases:
         for each in cases:
             console.print(f"{each.title}  {each.note}", highlight=False)
@@ -148,7 +145,46 @@ def _check_device(device: str) -> None:
         raise typer.BadParameter(f"--device {device!r}: here there is {' and '.join(available)}")
 
 
+def pipeline(
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 1 if a published figure does not follow.")
+    ] = False,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="High-water marks of the Ascend session."),
+    ] = None,
+    stage_overhead: Annotated[
+        float,
+        typer.Option(min=0, help="What starting a stage costs, in the published figure's unit."),
+    ] = 0.0,
+    out: Annotated[Path, typer.Option(help=OUT_HELP)] = DEFAULT_OUT,
+) -> None:
+    """Model, not measure: how busy an Atlas A3's cores are in the DSA kernels."""
+    from benchmarks import pipeline_report
+
+    try:
+        marks = pipeline_report.read_recorded(recorded) if recorded else []
+    except ValueError as error:
+        raise typer.BadParameter(f"--recorded {error}") from None
+    if not pipeline_report.run(_console(), out, marks, stage_overhead, check):
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 130
+    return console
+
+
 def run() -> None:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(no_args_is_help=True)(main)
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        help="This project's operators next to small operators, peers and the machine's limit.",
+    )
+    for suite in Suite:
+        app.command(suite.value, help=SUITE_HELP[suite])(measured)
+    app.command("pipeline")(pipeline)
     app(prog_name="benchmarks")

@@ -1,0 +1,126 @@
+"""The benchmarks' model of an Atlas A3's cores: its rules hold, and give the published figures."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import pipeline as model
+from benchmarks.pipeline import AHEAD, SFAG, SLIG, Kernel, Pipeline, figures, schedule
+
+NEVER_LATER = 1e-9
+
+
+def test_published_figures():
+    assert schedule(SFAG, 0).length == 1406  # 4 x (79 + 68 + 70 + 98) + 2 x 73
+    # The vector cores are idle once, from the last V1 to the last V2, for C2 of both last blocks.
+    assert schedule(SFAG, 2).length == 4 * (79 + 70) + 2 * 73 + (2 * 98 - 70)
+    failed = [c for c in model.checks() if not c.holds]
+    assert not failed and len(model.PUBLISHED) == 6
+
+
+@pytest.mark.parametrize("name", ["cube", "vector", "shorter"])
+@pytest.mark.parametrize("blocks", [2, 6, 8])
+def test_only_four_blocks_give_them(blocks, name):
+    published = {p.name: float(p.figure) for p in model.PUBLISHED if p.pipeline is SFAG and p.ahead}
+    assert figures(replace(SFAG, blocks=blocks), 2)[name] != pytest.approx(
+        published[name], rel=0.03
+    )
+
+
+def test_one_ahead_reaches_what_the_vector_cores_allow():
+    bound = sum(SLIG.widths) / sum(SLIG.widths[::2])
+    assert figures(SLIG, 1)["shorter"] == pytest.approx(bound, rel=1e-3)
+    assert figures(replace(SLIG, blocks=4), 1)["shorter"] < 0.9 * bound
+
+
+def pipelines():
+    random.seed(0)
+    for every in (1, 2):
+        for _ in range(10):
+            widths = tuple(random.choice((0, 1, 5, 20)) + random.random() for _ in model.STAGES)
+            yield Pipeline("random", widths, blocks=8, scatter_every=every)
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("pipeline", [SFAG, replace(SLIG, blocks=8), *pipelines()])
+def test_rules(pipeline, ahead):
+    events = schedule(pipeline, ahead).events
+    at = {(e.stage, e.block): e for e in events}
+    every, blocks = pipeline.scatter_every, range(pipeline.blocks)
+    assert len(at) == len(events) == 4 * len(blocks) + len(blocks) // every
+
+    for core in "CV":
+        own = sorted((e.start, e.end) for e in events if e.stage[0] == core)
+        assert all(a[1] <= b[0] + NEVER_LATER for a, b in itertools.pairwise(own))
+
+    def follows(later, earlier):
+        return at[later].start >= at[earlier].end - NEVER_LATER
+
+    for block in blocks:
+        assert follows(("C1", block), ("V0", block))
+        assert follows(("V1", block), ("C1", block))
+        assert follows(("C2", block), ("V1", block))
+        assert follows(("V2", block - block % every + every - 1), ("C2", block))
+
+    def held(filled, emptied, end):
+        """The most blocks between the start of one stage and the end of another."""
+        spans = [(at[filled, b].start, at[emptied, end(b)].end) for b in blocks]
+        return max(sum(s <= t < e - NEVER_LATER for s, e in spans) for t, _ in spans)
+
+    assert held("V0", "C2", lambda b: b) <= 1 + ahead
+    assert held("C1", "V1", lambda b: b) <= 2
+    assert held("V1", "C2", lambda b: b) <= 2
+    assert held("C2", "V2", lambda b: b - b % every + every - 1) <= 2 * every
+
+
+def test_nothing_overlaps_without_blocks_ahead():
+    for pipeline in pipelines():
+        result = schedule(pipeline, 0)
+        assert result.busy("C") + result.busy("V") == pytest.approx(1)
+
+
+@pytest.mark.parametrize("ahead", [-1, 3])
+def test_ahead_is_refused(ahead):
+    with pytest.raises(ValueError, match=f"ahead {ahead}"):
+        schedule(SFAG, ahead)
+
+
+def test_blocks_that_would_not_be_scattered_are_refused():
+    with pytest.raises(ValueError, match="blocks 3"):
+        schedule(replace(SFAG, blocks=3), 2)
+
+
+def test_rates_give_the_published_backward():
+    found = model.published_tiles()[SFAG]
+    assert found[::2] == pytest.approx(SFAG.widths[::2])
+    assert found == pytest.approx(SFAG.widths, rel=0.04)  # one rate for both C1 and C2
+
+
+def test_widths_of_tiles():
+    small, large = (Kernel("sparse_attention_backward", rows, 64).pipeline() for rows in (16, 128))
+    assert small.blocks == 32
+    assert small.widths[0] == large.widths[0] == pytest.approx(79 / 2)  # half of the keys
+    assert large.widths[1] == pytest.approx(8 * small.widths[1])
+    assert figures(large, 2)["cube"] > 4 * figures(small, 2)["cube"]
+    # No scatter, no stage; an overhead is that of stages which are there.
+    plain, costly = (Kernel("indexer_kl_loss", 64, 64).pipeline(o).widths for o in (0, 3))
+    assert costly == tuple(w + 3 if w else 0 for w in plain) and plain[3:] == (0, 0)
+
+
+def test_room_in_l1():
+    gathered = 64 * 576 * 2
+    kernel = Kernel("sparse_attention", 16, 64)
+    assert [kernel.fits(a) for a in AHEAD] == [None, None, None]
+    kernel = replace(kernel, l1_bytes=524288 - gathered)
+    assert [kernel.fits(a) for a in AHEAD] == [True, True, False]
+
+
+def test_our_tiles_and_their_marks():
+    ours, others = model.kernels([])
+    assert {k.name for k in ours} >= {"sparse_attention"} and not set(others) & set(model.WORK)
+    first = ours[0]
+    mark = {"kernel": first.name, "dtype": "bfloat16", "tiles": [first.rows, first.keys]}
+    rows = [{**mark, "l1_bytes": 7}, {**mark, "l1_bytes": 5}, {**mark, "dtype": "x", "l1_bytes": 9}]
+    assert model.kernels(rows)[0][0].l1_bytes == 7
