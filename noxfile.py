@@ -286,7 +286,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def benchmarks(session: nox.Session) -> None:
-    """Time and memory next to peers and the machine's limit: `-- dsa`, `-- base`, `-- step`; `-- pipeline`."""
+    """Time and memory next to peers: `-- dsa`, `-- base`, `-- step`. A model: `-- pipeline`."""
     _install(session, [PACKAGES["titan-npu-train"]], *GROUPS["benchmarks"])
     session.run("python", "-m", "benchmarks", *(session.posargs or ["--help"]))
 
