@@ -35,7 +35,7 @@ SUITE_HELP = {
 }
 
 
-def measured(
+def run_suite(
     context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: does all of it run?")] = False,
     check: Annotated[
@@ -185,6 +185,6 @@ def run() -> None:
         help="This project's operators next to small operators, peers and the machine's limit.",
     )
     for suite in Suite:
-        app.command(suite.value, help=SUITE_HELP[suite])(measured)
+        app.command(suite.value, help=SUITE_HELP[suite])(run_suite)
     app.command("pipeline")(pipeline)
     app(prog_name="benchmarks")
