@@ -27,6 +27,9 @@ __all__ = [
 # N rows or tokens, D features, E experts, k experts of a token, M rows of the permuted tokens,
 # S = N * k slots, B blocks of slots, X = E * B; P programs
 
+_WIDEST_ROW = 8192
+"""Features of a row that every target can hold at once, and RMSNorm does."""
+
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     x_ND = x.reshape(-1, x.shape[-1]).contiguous()
@@ -62,7 +65,7 @@ def rms_norm_backward(
 def _whole_rows(kernel: Any, x_ND: Tensor) -> tuple[int, dict[str, int], Tiles]:
     """How many tiles there are, the constants of a tile, and the table's entry."""
     (N, D), tile = x_ND.shape, tiles(kernel, x_ND, "x")
-    rows = _rows(tile, D)
+    rows = _rows(tile, D, _WIDEST_ROW)
     return cdiv(N, rows), {"D": D, "ROWS": rows, "COLUMNS": wide(D, 1)}, tile
 
 
@@ -80,7 +83,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bo
     if y.numel() == 0:
         return y
     tile = tiles(rotary.rotary_mul, x, "x")
-    rows = _rows(tile, D)
+    rows = _rows(tile, D, tile.columns)
     heads = min(rows, wide(H, 1))
     tokens = min(rows // heads, wide(S, 1))
     work = B * cdiv(S, tokens) * cdiv(H, heads)
@@ -97,16 +100,16 @@ def _angles(table: Tensor) -> Tensor:
     return (table.float() if table.dtype == torch.float64 else table).contiguous()
 
 
-def _rows(tile: Tiles, D: int) -> int:
-    """Rows of D features of a tile, whose columns are the elements that fit.
+def _rows(tile: Tiles, D: int, limit: int) -> int:
+    """Rows of D features of a tile, whose columns are the elements of several rows at a time.
 
     Raises:
-        ValueError: not even one row does.
+        ValueError: D is above `limit`, where not even one row fits.
     """
-    if wide(D, 1) > tile.columns:
-        want = f"backend 'triton' takes at most {tile.columns} on this device"
-        raise checks.bad("x", f"a last dimension of {D}", f"{want}; backend='torch' takes any")
-    return min(tile.rows, tile.columns // wide(D, 1))
+    if limit < D:
+        want = f"backend 'triton' takes at most {limit} features; backend='torch' takes any number"
+        raise checks.bad("x", f"a last dimension of {D}", want)
+    return max(1, min(tile.rows, tile.columns // wide(D, 1)))
 
 
 def moe_permute(

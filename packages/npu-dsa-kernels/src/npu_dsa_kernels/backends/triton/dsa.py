@@ -127,6 +127,8 @@ def attention_target(
     # The target knows no values: a key is split where a power of two ends.
     tile, constants = _attention(target_kernel, q_BSHD, 1 << (D.bit_length() - 1))
     target_BSK = q_BSHD.new_empty(B, S, K, dtype=torch.float32)
+    if T == 0:
+        return target_BSK.zero_()
     q, kv, indices, lse = _contiguous(q_BSHD, kv_BTD, indices_BSK, lse_BSH)
     work = B * S * cdiv(K, constants["KEYS"])
     launch(target_kernel, work, q, kv, indices, lse, target_BSK, scale, work, S, T, K, H,

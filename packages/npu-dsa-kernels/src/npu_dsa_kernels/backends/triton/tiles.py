@@ -23,6 +23,13 @@ class Tiles:
     """CUDA: loads in flight in a loop."""
 
 
+# Rows: slots of a block, which both kernels must see alike; columns: experts.
+_SLOTS = {
+    "ascend": {4: Tiles(64, 128)},
+    "cuda": {4: Tiles(128, 64)},
+    "interpreter": {4: Tiles(8, 4)},
+}
+
 # kernel -> target -> bytes of an element of the inputs
 _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "sparse_attention": {
@@ -65,31 +72,23 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         "cuda": {2: Tiles(64, 64, warps=8), 4: Tiles(64, 32, warps=8)},
         "interpreter": {4: Tiles(64, 16)},
     },
-    "rms_norm": {  # columns: elements of whole rows at a time; rows: of them at most
+    "rms_norm": {  # columns: elements of whole rows at a time, or one row; rows: of them at most
         "ascend": {2: Tiles(32, 8192), 4: Tiles(32, 8192)},
         "cuda": {2: Tiles(32, 8192, warps=8), 4: Tiles(32, 8192, warps=8)},
-        "interpreter": {4: Tiles(4, 8192)},
+        "interpreter": {4: Tiles(4, 64)},
     },
     "rms_norm_backward": {  # as rms_norm
-        "ascend": {2: Tiles(32, 8192), 4: Tiles(32, 8192)},
+        "ascend": {2: Tiles(32, 4096), 4: Tiles(32, 4096)},
         "cuda": {2: Tiles(32, 8192, warps=8), 4: Tiles(32, 8192, warps=8)},
-        "interpreter": {4: Tiles(4, 8192)},
+        "interpreter": {4: Tiles(4, 64)},
     },
     "rotary_mul": {  # columns: elements of whole heads at a time; rows: of them at most
         "ascend": {2: Tiles(64, 4096), 4: Tiles(64, 4096)},
         "cuda": {2: Tiles(64, 4096), 4: Tiles(64, 4096)},
         "interpreter": {4: Tiles(16, 4096)},
     },
-    "count_slots": {  # rows: slots, columns: experts
-        "ascend": {4: Tiles(64, 128)},
-        "cuda": {4: Tiles(128, 64)},
-        "interpreter": {4: Tiles(8, 4)},
-    },
-    "place_slots": {  # rows: slots, against as many; those of count_slots
-        "ascend": {4: Tiles(64, 64)},
-        "cuda": {4: Tiles(128, 128)},
-        "interpreter": {4: Tiles(8, 8)},
-    },
+    "count_slots": _SLOTS,
+    "place_slots": _SLOTS,
     "invert_rows": {  # rows: slots
         "ascend": {4: Tiles(1024, 1)},
         "cuda": {4: Tiles(1024, 1)},

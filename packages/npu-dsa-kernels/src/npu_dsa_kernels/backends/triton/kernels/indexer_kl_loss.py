@@ -11,6 +11,7 @@ from npu_dsa_kernels.backends.triton.kernels.rows import (
     gather_rows,
     load_heads,
     load_indices,
+    relu,
     scatter_add_rows,
     spare_key,
     store_heads,
@@ -40,7 +41,7 @@ def total_target(indices_ptr, target_ptr, T, K, BLOCK: tl.constexpr):
 def index_dots(q_HC, k_ptr, index_K, c_C, DIM: tl.constexpr):
     """relu(q . k) [H, K], and the gathered keys."""
     k_KC = gather_rows(k_ptr, index_K, c_C, DIM, DIM)
-    return tl.maximum(tl.dot(q_HC, tl.trans(k_KC), input_precision="ieee"), 0.0), k_KC
+    return relu(tl.dot(q_HC, tl.trans(k_KC), input_precision="ieee")), k_KC
 
 
 @triton.jit
@@ -95,9 +96,8 @@ def indexer_kl_loss(
             mass *= tl.exp(peak - new)
             mass += tl.sum(tl.where(valid_K, tl.exp(score_K - new), 0.0), 0)
             loss += seen * (new - peak)
-            some_K = p_K > 0.0
-            log_p_K = tl.log(tl.where(some_K, p_K, 1.0))
-            loss += tl.sum(tl.where(some_K, p_K * (log_p_K - (score_K - new)), 0.0), 0)
+            log_p_K = tl.log(tl.where(p_K > 0.0, p_K, 1.0))  # 0 log 0 = 0
+            loss += tl.sum(p_K * (log_p_K - tl.where(valid_K, score_K - new, 0.0)), 0)
             seen += tl.sum(p_K, 0)
             peak = new
         loss += seen * tl.log(tl.where(dead, 1.0, mass))

@@ -10,7 +10,7 @@ put in order by counting for each key how many beat it.
 import triton
 import triton.language as tl
 
-from npu_dsa_kernels.backends.triton.kernels.rows import load_heads
+from npu_dsa_kernels.backends.triton.kernels.rows import load_heads, relu
 
 # H indexer heads, C their dim, as wide as powers of two; K keys of a block, I and J the same keys
 # as rows and columns
@@ -67,7 +67,10 @@ def index_scores(
             key_K = start + tl.arange(0, KEYS)
             k_KC = load_heads(k_ptr + n // S * T * DIM, key_K, T, c_C, DIM, DIM, False)
             dots_HK = tl.dot(q_HC, tl.trans(k_KC), input_precision="ieee")
-            score_K = tl.sum(w_H[:, None] * tl.maximum(dots_HK, 0.0), 0)
+            terms_HK = w_H[:, None] * relu(dots_HK)
+            if not ALL_HEADS:  # an infinite key times the zeros of a head that is not there is NaN
+                terms_HK = tl.where((h_H < heads)[:, None], terms_HK, 0.0)
+            score_K = tl.sum(terms_HK, 0)
             inside_K = (key_K >= low) & (key_K < high)
             tl.store(ranks_ptr + tl.cast(query, tl.int64) * T + key_K, rank_of(score_K), mask=inside_K)
 

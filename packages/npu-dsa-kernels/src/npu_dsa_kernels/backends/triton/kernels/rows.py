@@ -1,7 +1,8 @@
 """What the kernels over selected keys share: loading heads, and rows at given indices.
 
 A gather with a mask becomes, on Ascend, a read without one and a select after it. So no pointer is
-ever formed from an index that is not a row of the tensor, and no wide select is spent either: an
+ever formed from an index or a column that is not one of the tensor, and no wide select is spent on
+rows either: an
 empty slot reads a row that its query has selected anyway. Its probability is zero, and zero times
 that row is harmless, unless the row is not finite and the query's results are not either. A query
 without any key has no such row and takes no step at all.
@@ -36,11 +37,13 @@ def load_indices(indices_ptr, slot_K, spare, T, K):
 @triton.jit
 def gather_rows(x_ptr, index_K, column_C, ROW: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows of x as [K, C], zero beyond COLUMNS. `x_ptr`: the first column wanted of row 0."""
-    pointers_KC = x_ptr + index_K[:, None] * ROW + column_C[None, :]
     if column_C.shape[0] == COLUMNS:
-        rows_KC = tl.load(pointers_KC)
+        rows_KC = tl.load(x_ptr + index_K[:, None] * ROW + column_C[None, :])
     else:
-        rows_KC = tl.load(pointers_KC, mask=(column_C < COLUMNS)[None, :], other=0.0)
+        there_C = column_C < COLUMNS
+        column_C = tl.minimum(column_C, COLUMNS - 1)
+        pointers_KC = x_ptr + index_K[:, None] * ROW + column_C[None, :]
+        rows_KC = tl.load(pointers_KC, mask=there_C[None, :], other=0.0)
     return rows_KC
 
 
@@ -85,3 +88,9 @@ def scatter_add_rows(
     else:
         inside_KC = (column_C < COLUMNS)[None, :] & (index_K >= 0)[:, None]
         tl.atomic_add(pointers_KC, rows_KC, mask=inside_KC, sem="relaxed")
+
+
+@triton.jit
+def relu(x):
+    """NaN stays NaN, to show in the loss."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)

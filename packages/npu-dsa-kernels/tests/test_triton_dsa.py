@@ -1,0 +1,374 @@
+"""The Triton kernels: on a CUDA device if there is one, else in Triton's interpreter, in fp32.
+
+On Ascend the same kernels are tested as the code they are lowered to: tests/ascend.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import dsa_definitions as definition
+from dsa_definitions import PACKED, Case, assert_close, cases, leaves
+from npu_dsa_kernels import (
+    attention_target,
+    backends,
+    causal_bounds,
+    dsa_attention,
+    indexer_kl_loss,
+    lightning_indexer,
+    sparse_attention,
+    swiglu,
+)
+
+pytest.importorskip("triton", reason="triton is not installed: it has no wheel for this platform")
+
+from npu_dsa_kernels.backends.triton import dsa, launch, tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 1e-5
+FEW = settings(max_examples=6)  # the interpreter takes a second for each
+
+
+def on_device(*tensors):
+    return [None if x is None else x.to(DEVICE) for x in tensors]
+
+
+def gradients(outputs, upstream, inputs):
+    """Gradients of the finite part of the outputs."""
+    total = sum(
+        (x.masked_fill(x.isinf(), 0.0) * g.to(x)).sum()
+        for x, g in zip(outputs, upstream, strict=True)
+    )
+    return torch.autograd.grad(total, inputs)
+
+
+def normal(*shape, seed=5):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def attention(function, q, kv, indices, v_dim, **kwargs):
+    inputs = leaves(q, kv)
+    out, lse = function(*inputs, indices, scale=0.4, v_dim=v_dim, **kwargs)
+    if not out.requires_grad:  # the definition of a case without a single key
+        return dict(out=out, lse=lse, dq=torch.zeros_like(q), dkv=torch.zeros_like(kv))
+    grads = gradients((out, lse), (normal(*out.shape), normal(*lse.shape)), inputs)
+    return dict(zip(("out", "lse", "dq", "dkv"), (out, lse, *grads), strict=True))
+
+
+def loss(function, inputs, indices, target, **kwargs):
+    inputs = leaves(*inputs)
+    loss_BS = function(*inputs, indices, target, **kwargs)
+    if not loss_BS.requires_grad:
+        return dict(loss=loss_BS) | {f"d{i}": torch.zeros_like(x) for i, x in enumerate(inputs)}
+    grads = gradients((loss_BS,), (normal(*loss_BS.shape),), inputs)
+    return dict(loss=loss_BS) | {f"d{i}": g for i, g in enumerate(grads)}
+
+
+def assert_same(actual, expected, tolerance=TOLERANCE, **kwargs):
+    for name in expected:
+        assert_close(actual[name].cpu(), expected[name].cpu(), tolerance, name, **kwargs)
+
+
+# --- against the definitions ---------------------------------------------------------------------
+
+
+@FEW
+@given(case=cases())
+def test_indexer_is_exact(case):
+    q = case.integers(case.B, case.S, case.H, case.D)
+    k = case.integers(case.B, case.T, case.D)
+    w = case.integers(case.B, case.S, case.H)
+    expected = definition.lightning_indexer(q, k, w, case.topk, case.bounds)
+    inputs = on_device(q.float(), k.float(), w.float())
+    (bounds,) = on_device(case.bounds)
+    indices, scores = lightning_indexer(*inputs, topk=case.topk, bounds=bounds, backend="triton")
+    assert torch.equal(indices.cpu(), expected[0])
+    assert torch.equal(scores.cpu().double(), expected[1])
+
+
+@FEW
+@given(case=cases())
+def test_attention_and_target(case):
+    q, kv = case.attention(torch.float32)
+    indices, v_dim = case.indices(), max(1, case.D - 2)
+    expected = attention(definition.sparse_attention, q.double(), kv.double(), indices, v_dim)
+    q, kv, indices = on_device(q, kv, indices)
+    actual = attention(sparse_attention, q, kv, indices, v_dim, backend="triton")
+    assert_same(actual, expected)
+    target = attention_target(q, kv, indices, actual["lse"], scale=0.4, backend="triton")
+    by_definition = definition.attention_target(q.cpu().double(), kv.cpu().double(), indices, 0.4)
+    assert_close(target.cpu(), by_definition, TOLERANCE)
+
+
+@FEW
+@given(case=cases())
+def test_indexer_loss(case):
+    inputs, indices = case.indexer(torch.float32), case.indices()
+    target = case.normal(case.B, case.S, case.topk).exp()
+    target = target.masked_fill(target < 0.7, 0.0)
+    expected = loss(
+        definition.indexer_kl_loss, [x.double() for x in inputs], indices, target
+    )
+    *inputs, indices, target = on_device(*inputs, indices, target.float())
+    actual = loss(indexer_kl_loss, inputs, indices, target, backend="triton")
+    assert_same(actual, expected, floor=0.1)
+    bounds = on_device(case.bounds)[0]
+    # The indexer's own scores, where these are the keys it chose.
+    best, scores = lightning_indexer(*inputs, topk=case.topk, bounds=bounds, backend="triton")
+    known = loss(indexer_kl_loss, inputs, best, target, scores=scores, backend="triton")
+    assert_same(known, loss(indexer_kl_loss, inputs, best, target, backend="triton"), floor=0.1)
+
+
+# --- edges ---------------------------------------------------------------------------------------
+
+
+def test_more_keys_wanted_than_there_are():
+    case = Case(B=1, S=6, T=6, H=2, D=5, topk=40, bounds=None, seed=0)
+    inputs = case.indexer(torch.float32)
+    expected = definition.lightning_indexer(*inputs, 40)
+    indices, scores = lightning_indexer(*on_device(*inputs), topk=40, backend="triton")
+    assert torch.equal(indices.cpu(), expected[0])
+    assert_close(scores.cpu(), expected[1], TOLERANCE)
+
+
+def test_all_scores_tie():
+    T, K = 70, 20  # ties over several blocks
+    q, k, w = on_device(torch.zeros(1, 3, 2, 4), torch.zeros(1, T, 4), torch.ones(1, 3, 2))
+    bounds = torch.tensor([[[0, T], [9, 60], [50, 60]]], dtype=torch.int32)
+    indices, _ = lightning_indexer(
+        q, k, w, topk=K, bounds=bounds.to(DEVICE), backend="triton"
+    )
+    assert indices[0].tolist() == [
+        list(range(20)), list(range(9, 29)), [*range(50, 60), *[-1] * 10]
+    ]  # fmt: skip
+
+
+def test_nan_is_the_best_score_and_hidden_keys_stay_hidden():
+    q = torch.ones(1, 3, 1, 4, device=DEVICE)
+    k = torch.arange(48.0, device=DEVICE).view(1, 12, 4)
+    k[0, 2], k[0, 5, 0], k[0, 11] = math.nan, math.inf, math.nan
+    w = torch.ones(1, 3, 1, device=DEVICE)
+    bounds = torch.tensor([[[0, 8], [3, 11], [4, 2]]], dtype=torch.int32, device=DEVICE)
+    indices, scores = lightning_indexer(q, k, w, topk=3, bounds=bounds, backend="triton")
+    assert indices[0].tolist() == [[2, 5, 7], [5, 10, 9], [-1, -1, -1]]
+    assert scores[0, 0, 0].isnan()
+    assert scores[0, 0, 1] == math.inf
+    assert (scores[0, 2] == -math.inf).all()
+
+
+@pytest.mark.parametrize("low", [-(2**31), -1, 0])
+@pytest.mark.parametrize("high", [16, 17, 2**31 - 1])
+def test_bounds_beyond_the_keys(low, high):
+    inputs = on_device(*PACKED.indexer(torch.float32))
+    wild = torch.tensor([low, high], dtype=torch.int32, device=DEVICE).expand(2, 16, 2)
+    every = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE).expand(2, 16, 2)
+    actual = lightning_indexer(*inputs, topk=4, bounds=wild, backend="triton")
+    expected = lightning_indexer(*inputs, topk=4, bounds=every, backend="triton")
+    assert torch.equal(actual[0], expected[0])
+
+
+def test_queries_in_several_blocks(monkeypatch):
+    inputs, bounds = on_device(*PACKED.indexer(torch.float32)), PACKED.bounds.to(DEVICE)
+    whole = lightning_indexer(*inputs, topk=4, bounds=bounds, backend="triton")
+    monkeypatch.setattr(dsa, "_WORKSPACE_BYTES", 5 * 16 * 4)  # five queries at a time
+    parts = lightning_indexer(*inputs, topk=4, bounds=bounds, backend="triton")
+    assert torch.equal(whole[0], parts[0])
+    assert torch.equal(whole[1], parts[1])
+
+
+@pytest.mark.parametrize("wild", [-1, -(2**31), 16, 2**31 - 1])
+def test_indices_outside_read_nothing(wild):
+    q, kv = on_device(*PACKED.attention(torch.float32))
+    indices = PACKED.indices()
+    indices[indices == 0] = -1
+    expected = attention(sparse_attention, q, kv, indices.to(DEVICE), 3, backend="triton")
+    poisoned = kv.clone()
+    poisoned[:, 0] = math.nan
+    indices = indices.masked_fill(indices == -1, wild).to(DEVICE)
+    actual = attention(sparse_attention, q, poisoned, indices, 3, backend="triton")
+    assert_same(actual, expected, 0.0 if DEVICE == "cpu" else TOLERANCE)
+    assert (actual["dkv"][:, 0] == 0).all()
+
+
+def test_rows_without_keys():
+    q, kv = on_device(*PACKED.attention(torch.float32))
+    indices = torch.full((2, 16, 4), -1, dtype=torch.int32)
+    indices[1, 3:] = PACKED.indices()[1, 3:]
+    empty = (indices < 0).all(-1)
+    q[empty] = math.nan  # what such a row holds does not matter
+    actual = attention(sparse_attention, q, kv, indices.to(DEVICE), 3, backend="triton")
+    assert (actual["out"][empty] == 0).all()
+    assert (actual["lse"][empty] == -math.inf).all()
+    assert (actual["dq"][empty] == 0).all()
+    assert (actual["dkv"][0] == 0).all()
+    assert actual["dkv"].isfinite().all()
+    inputs = on_device(*PACKED.indexer(torch.float32))
+    inputs[0][empty] = math.nan
+    target = torch.ones(2, 16, 4, device=DEVICE)
+    result = loss(indexer_kl_loss, inputs, indices.to(DEVICE), target, backend="triton")
+    for name in ("loss", "d0", "d2"):
+        assert (result[name][empty] == 0).all(), name
+    assert result["d1"].isfinite().all()
+
+
+@pytest.mark.parametrize("spread", [0.7, 5.7, 29.0])
+def test_loss_gradients_at_any_spread_of_the_scores(spread):
+    S, K, H, D = 24, 6, 4, 16
+    q, k, w = (normal(1, S, *shape).float() for shape in ((H, D), (D,), (H,)))
+    indices = normal(S, S).tril().argsort(-1, descending=True)[:, :K].int()
+    indices = indices.masked_fill(indices > torch.arange(S)[:, None], -1)[None]
+    w = w * (spread / torch.einsum("bshd,btd->bsht", q, k).relu().mul(w[..., None]).sum(2).std())
+    target = (spread * normal(1, S, K)).softmax(-1)
+    expected = loss(
+        indexer_kl_loss, [x.double() for x in (q, k, w)], indices, target, backend="reference"
+    )
+    q, k, w, indices, target = on_device(q, k, w, indices, target.float())
+    assert_same(
+        loss(indexer_kl_loss, (q, k, w), indices, target, backend="triton"), expected, floor=0.1
+    )
+
+
+def test_non_contiguous():
+    q, kv = on_device(*PACKED.attention(torch.float32))
+    indices = PACKED.indices().to(DEVICE)
+    expected = attention(sparse_attention, q, kv, indices, 3, backend="triton")
+
+    def strided(x):
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+    actual = attention(
+        lambda q, kv, *rest, **kwargs: sparse_attention(strided(q), strided(kv), *rest, **kwargs),
+        q, kv, strided(indices), 3, backend="triton",
+    )  # fmt: skip
+    assert_same(actual, expected, 0.0 if DEVICE == "cpu" else TOLERANCE)
+
+
+@pytest.mark.parametrize(("B", "S", "T"), [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+def test_empty_sizes(B, S, T):
+    q, kv = leaves(*on_device(torch.randn(B, S, 2, 5), torch.randn(B, T, 5)))
+    bounds = torch.tensor([0, T], dtype=torch.int32, device=DEVICE).expand(B, S, 2)
+    weights = torch.randn(B, S, 2, device=DEVICE, requires_grad=True)
+    result = dsa_attention(
+        q, kv, q, kv, weights, topk=3, scale=1.0, v_dim=4, bounds=bounds, backend="triton"
+    )
+    assert (result.indices == -1).all() or T
+    assert (result.out == 0).all() or T
+    grads = torch.autograd.grad((result.out.sum() + result.kl.sum()), (q, kv, weights))
+    assert all((g == 0).all() or T for g in grads)
+
+
+# --- the tiles of the devices --------------------------------------------------------------------
+
+
+class _Tiles:
+    """Runs kernels as ever, with the tiles of another target."""
+
+    programs = 3
+
+    def __init__(self, target):
+        self.target = target
+        self.launched = []
+
+    def __call__(self, kernel, programs, arguments, constants, tiles):
+        self.launched.append(kernel.__name__)
+        kernel[(programs,)](*arguments, **constants)
+
+
+DSA_KERNELS = {
+    "sparse_attention", "sparse_attention_backward", "attention_target", "index_scores",
+    "select_topk", "order_topk", "indexer_kl_loss", "indexer_kl_loss_backward",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a device's own tiles fit it; these may not")
+@pytest.mark.parametrize(
+    ("target", "heads"),
+    [("ascend", 128), ("ascend", 64), ("ascend", 32), ("ascend", 16), ("cuda", 64)],
+)
+def test_model_sizes(target, heads):
+    """DeepSeek-V3.2's widths, and its heads under TP 1 to 8: D 576 of 512, K 2048 of 8192."""
+    S, T, K, D, V, Hi, Di = 1, 8192, 2048, 576, 512, 64, 128
+    q, kv = D**-0.25 * normal(1, S, heads, D, seed=heads), D**-0.25 * normal(1, T, D)
+    q_index, k_index = Di**-0.5 * normal(1, S, Hi, Di), normal(1, T, Di)
+    inputs = [x.float() for x in (q, kv, q_index, k_index, normal(1, S, Hi))]
+    bounds = torch.tensor([[[1, T]]], dtype=torch.int32)
+
+    def run(dtype, backend):
+        tensors = leaves(*inputs, dtype=dtype)
+        result = dsa_attention(
+            *tensors, topk=K, scale=0.5, v_dim=V, bounds=bounds, backend=backend
+        )
+        outputs = (result.out, result.lse, result.kl)
+        grads = gradients(outputs, [normal(*x.shape) for x in outputs], tensors)
+        named = zip(("dq", "dkv", "dq_index", "dk_index", "dw"), grads, strict=True)
+        return result.indices, dict(out=result.out, lse=result.lse, kl=result.kl, **dict(named))
+
+    launcher = _Tiles(target)
+    with launch.use(launcher):
+        indices, actual = run(torch.float32, "triton")
+    assert set(launcher.launched) == DSA_KERNELS
+    expected_indices, expected = run(torch.float64, "reference")
+    # fp32 scores of one order: the same keys, unless two of 8192 lie closer than they round.
+    assert torch.equal(indices, expected_indices)
+    assert (indices[0, 0] >= 0).all()
+    assert_same(actual, expected, floor=1e-2)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a device's own tiles fit it; these may not")
+@pytest.mark.parametrize("target", ["ascend", "cuda"])
+def test_topk_of_the_longest_row(target):
+    T, K = 32768, 2048
+    q = torch.ones(1, 1, 1, 16)
+    k = normal(1, T, 16).mul(50).round().float()  # many ties
+    w = torch.ones(1, 1, 1)
+    bounds = torch.tensor([[[7, T - 5]]], dtype=torch.int32)
+    with launch.use(_Tiles(target)):
+        indices, scores = lightning_indexer(q, k, w, topk=K, bounds=bounds, backend="triton")
+    expected = lightning_indexer(q, k, w, topk=K, bounds=bounds, backend="reference")
+    assert torch.equal(indices, expected[0])
+    assert torch.equal(scores, expected[1])
+    assert scores.unique().numel() < K / 2
+
+
+def test_every_kernel_has_tiles_for_every_target():
+    names = {target: {kernel for kernel, _, _ in tiles.entries(target)} for target in
+             ("ascend", "cuda", "interpreter")}  # fmt: skip
+    assert names["ascend"] == names["cuda"] == names["interpreter"]
+    assert names["cuda"] >= DSA_KERNELS
+
+
+# --- what it does not take -----------------------------------------------------------------------
+
+
+def test_status():
+    assert backends()["triton"] == "available"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="devices compute bf16 as it is meant")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_interpreter_takes_fp32_alone(dtype):
+    q, kv = PACKED.attention(dtype)
+    message = rf"q: got {dtype}; backend 'triton' takes float32 on interpreter; backend='torch'"
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(q, kv, PACKED.indices(), scale=1.0, v_dim=3, backend="triton")
+    with pytest.raises(ValueError, match="q_index: got torch"):
+        lightning_indexer(*PACKED.indexer(dtype), topk=3, backend="triton")
+
+
+def test_operators_without_a_kernel():
+    message = "backend: got 'triton'; it has no kernel for swiglu; backend='torch' runs on"
+    with pytest.raises(ValueError, match=message):
+        swiglu(torch.randn(3, 8, device=DEVICE), backend="triton")
+
+
+def test_bounds_of_packed_documents():
+    position = torch.cat([torch.arange(5), torch.arange(11)]).expand(2, 16)
+    inputs = PACKED.indexer(torch.float32)
+    bounds = causal_bounds(position)
+    actual = lightning_indexer(
+        *on_device(*inputs), topk=4, bounds=bounds.to(DEVICE), backend="triton"
+    )
+    expected = definition.lightning_indexer(*inputs, 4, bounds)
+    assert torch.equal(actual[0].cpu(), expected[0])
