@@ -93,6 +93,13 @@ if importlib.util.find_spec("torch"):
     import torch
     print("" if torch.version.cuda else "yes")
 """
+# triton-ascend uses pybind11 without declaring it, and numpy's functions of before 2.4.
+ASCEND = ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11>=2.13", "numpy<2.4")
+OWNS_TRITON = """
+import importlib.metadata
+owners = importlib.metadata.packages_distributions()["triton"]
+assert set(owners) == {"triton-ascend"}, f"triton belongs to {owners}"
+"""
 _wheels: dict[str, Path] = {}
 
 
@@ -130,6 +137,24 @@ def _install(
             f"{package.name}{wanted} @ {_wheel(session, package).as_uri()}",
         ]
     session.install(*arguments)
+
+
+def _install_cpu_torch(session: nox.Session) -> None:
+    """Torch as built for CPU, which is what torch_npu and triton-ascend go with.
+
+    A CUDA build and torch_npu cannot be imported together, and it brings a triton of its own. pip,
+    not uv: CPU builds are often offered by find-links or an index that only pip is configured for.
+    """
+    local = "+cpu" if platform.machine() == "x86_64" else ""
+    requirement = f"torch=={TORCH_NPU}{local}"
+    install = ["python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    said = session.run(*install, requirement, success_codes=range(256), silent=True)
+    found = session.run("python", "-c", HAS_CPU_TORCH, success_codes=[0, 1], silent=True)
+    if not str(found).strip():
+        session.error(
+            f"{requirement}, a CPU build, cannot be installed: point pip at an index that has it "
+            f"(extra-index-url or find-links, as pytorch.org says). pip said:\n{said}"
+        )
 
 
 def _pytest(session: nox.Session, folder: Path, arguments: list[str]) -> None:
@@ -210,18 +235,7 @@ def integration(session: nox.Session) -> None:
 def contract(session: nox.Session) -> None:
     """Call torch_npu's real operators, without an NPU: schemas, shapes, gradients, limits."""
     package = PACKAGES["npu-dsa-kernels"]
-    # A CUDA build and torch_npu cannot be imported together. pip, not uv: CPU builds are often
-    # offered by find-links or an index that only pip is configured for.
-    local = "+cpu" if platform.machine() == "x86_64" else ""
-    requirement = f"torch=={TORCH_NPU}{local}"
-    install = ["python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    said = session.run(*install, requirement, success_codes=range(256), silent=True)
-    found = session.run("python", "-c", HAS_CPU_TORCH, success_codes=[0, 1], silent=True)
-    if not str(found).strip():
-        session.error(
-            f"{requirement}, a CPU build, cannot be installed: point pip at an index that has it "
-            f"(extra-index-url or find-links, as pytorch.org says). pip said:\n{said}"
-        )
+    _install_cpu_torch(session)
     session.install(
         f"torch-npu=={TORCH_NPU}", f"{package.name}[test] @ {_wheel(session, package).as_uri()}"
     )
@@ -235,6 +249,28 @@ def contract(session: nox.Session) -> None:
         "NPU_DSA_STAND_INS": stand_ins,
     }
     session.run("pytest", "--installed-only", str(tests), *session.posargs, env=environment)
+
+
+@nox.session(venv_backend="venv")
+def ascend(session: nox.Session) -> None:
+    """Run the Triton kernels as lowered for Ascend A3, and compile them for it, without an NPU."""
+    package = PACKAGES["npu-dsa-kernels"]
+    tests = package.folder / "tests"
+    gate = (tests / "ascend").relative_to(ROOT)
+    session.run("python", str(gate / "host_tools.py"))
+    _install_cpu_torch(session)
+    wheel = f"{package.name}[test] @ {_wheel(session, package).as_uri()}"
+    session.install(*ASCEND, wheel)
+    environment = {
+        "NPU_DSA_ASCEND_GATE": "1",
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": str(tests),
+        "OMP_NUM_THREADS": "1",
+    }
+    session.run("python", "-c", OWNS_TRITON, env=environment)
+    session.run("pytest", "--installed-only", "-n", "2", str(gate), env=environment)
+    command = ["python", str(gate / "session.py"), "--docs", "docs", *session.posargs]
+    session.run(*command, env=environment)
 
 
 @nox.session
