@@ -392,13 +392,13 @@ def _permutation(N: int, k: int, E: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _moe_permute(
-    N: int, D: int, k: int, E: int, M: int
+    N: int, D: int, k: int, E: int, M: int, probs_dtype: torch.dtype | None
 ) -> Callable[[Any, torch.dtype], Iterator[Comparison]]:
     def check(operators: Any, dtype: torch.dtype) -> Iterator[Comparison]:
         experts, probs = _permutation(N, k, E, N + D)
         tokens = _Numbers(5)(N, D)
         out, out_probs, rows, counts = operators.moe_permute(
-            tokens.to(dtype), experts, probs.to(dtype), E, M
+            tokens.to(dtype), experts, probs.to(probs_dtype or dtype), E, M
         )
         expected = reference.moe_permute(tokens, experts, probs, E, M)
         names = ("tokens", "probs", "rows", "counts")
@@ -410,7 +410,7 @@ def _moe_permute(
 
 
 def _moe_permute_backward(
-    N: int, D: int, k: int, E: int, M: int
+    N: int, D: int, k: int, E: int, M: int, probs_dtype: torch.dtype | None
 ) -> Callable[[Any, torch.dtype], Iterator[Comparison]]:
     def check(operators: Any, dtype: torch.dtype) -> Iterator[Comparison]:
         experts, probs = _permutation(N, k, E, N + D)
@@ -420,14 +420,21 @@ def _moe_permute_backward(
         d_out, d_probs = numbers(*out.shape), numbers(*out_probs.shape)
         loss = (out * d_out).sum() + (out_probs * d_probs).sum()
         expected = torch.autograd.grad(loss, (tokens, probs))
-        actual = operators.moe_permute_backward(d_out.to(dtype), d_probs.to(dtype), rows)
+        d_probs = d_probs.to(probs_dtype or dtype)
+        actual = operators.moe_permute_backward(d_out.to(dtype), d_probs, rows)
         yield from zip(("d_tokens", "d_probs"), actual, expected, strict=True)
 
     return check
 
 
 def _moe_unpermute(
-    N: int, D: int, k: int, M: int, weighted: bool, backward: bool
+    N: int,
+    D: int,
+    k: int,
+    M: int,
+    weighted: bool,
+    probs_dtype: torch.dtype | None,
+    backward: bool,
 ) -> Callable[[Any, torch.dtype], Iterator[Comparison]]:
     def check(operators: Any, dtype: torch.dtype) -> Iterator[Comparison]:
         numbers = _Numbers(N + D + M)
@@ -439,8 +446,9 @@ def _moe_unpermute(
         rows = rows.view(N, k)
         rows[rows == -1] = torch.tensor([-1, M]).repeat(N * k)[: int((rows == -1).sum())].int()
         x, probs = numbers(M, D), numbers(N, k) if weighted else None
+        given = _as(probs, probs_dtype or dtype)
         if not backward:
-            y = operators.moe_unpermute(x.to(dtype), rows, _as(probs, dtype))
+            y = operators.moe_unpermute(x.to(dtype), rows, given)
             yield "y", y, reference.moe_unpermute(x, rows, probs)
             if N * k <= 64:
                 yield "y", y, base_definitions.moe_unpermute(x, rows, probs)
@@ -450,7 +458,7 @@ def _moe_unpermute(
         upstream = numbers(*y.shape)
         expected = _gradients(y, upstream, tuple(leaves))
         actual = operators.moe_unpermute_backward(
-            upstream.to(dtype), x.to(dtype) if weighted else None, rows, _as(probs, dtype), M
+            upstream.to(dtype), x.to(dtype) if weighted else None, rows, given, M
         )
         yield from zip(("dx", "d_probs"), actual, expected, strict=False)
 
@@ -478,23 +486,33 @@ def _base_cases() -> Iterator[Case]:
             ((1, 3, 128, 64), True),
             ((2, 3, 64, 64), False),
             ((1, 9, 1, 64), False),
+            ((2, 70, 1, 64), True),
         ):
             kind = "interleaved" if interleaved else "halves"
             name = f"{' x '.join(map(str, shape))}, {kind}"
             yield Case(operator, name, _rotary(shape, interleaved, backward))
-    for N, D, k, E, M in ((7, 5, 2, 4, 11), (40, 7168, 8, 256, 320), (33, 7168, 8, 64, 150)):
+    for N, D, k, E, M, probs_dtype in (
+        (7, 5, 2, 4, 11, None),
+        (40, 7168, 8, 256, 320, None),
+        (33, 7168, 8, 64, 150, torch.float32),
+        (200, 48, 8, 64, 1200, torch.float32),  # slots of many blocks
+    ):
         name = f"{N} x {D}, {k} of {E} experts, {M} rows, dropped slots"
-        yield Case("moe_permute", name, _moe_permute(N, D, k, E, M))
-        yield Case("moe_permute_backward", name, _moe_permute_backward(N, D, k, E, M))
+        name += ", fp32 probs" * (probs_dtype is not None)
+        yield Case("moe_permute", name, _moe_permute(N, D, k, E, M, probs_dtype))
+        check = _moe_permute_backward(N, D, k, E, M, probs_dtype)
+        yield Case("moe_permute_backward", name, check)
     for backward in (False, True):
         operator = "moe_unpermute_backward" if backward else "moe_unpermute"
-        for N, D, k, M, weighted in (
-            (7, 5, 2, 9, True),
-            (40, 7168, 8, 300, True),
-            (40, 7168, 8, 330, False),
+        for N, D, k, M, weighted, probs_dtype in (
+            (7, 5, 2, 9, True, None),
+            (40, 7168, 8, 300, True, None),
+            (40, 7168, 8, 330, False, None),
+            (200, 48, 8, 1500, True, torch.float32),
         ):
             name = f"{N} x {D}, {k} slots, {M} rows, slots without one" + ", probs" * weighted
-            check = _moe_unpermute(N, D, k, M, weighted, backward)
+            name += " in fp32" * (probs_dtype is not None)
+            check = _moe_unpermute(N, D, k, M, weighted, probs_dtype, backward)
             yield Case(operator, name, check)
     yield Case("hadamard", "9 x 128", _hadamard(9, 128))
 
