@@ -309,6 +309,12 @@ def test_what_is_read_in_the_place_of_nothing_may_be_anything():
     d_x, d_probs = torch.autograd.grad(y.sum(), (x, probs))
     assert d_x[:, 0].tolist() == [0, 1, 1]
     assert d_probs.tolist() == [[4, 0], [0, 4]]
+    upstream = torch.tensor([[math.inf], [1.0]]).expand(2, 4)
+    (d_x,) = torch.autograd.grad(run(moe_unpermute, x, rows), x, upstream)
+    assert d_x[:, 0].tolist() == [0, math.inf, 1]
+    tokens = torch.tensor([[math.inf], [2.0]])
+    out = run(moe_permute, tokens, torch.tensor([[-1], [0]]), num_experts=1)
+    assert out.tokens.tolist() == [[2], [0]]
 
 
 @pytest.mark.parametrize(("N", "D", "M"), [(0, 3, None), (0, 3, 2), (4, 0, None), (4, 3, 0)])
