@@ -34,12 +34,12 @@ _SLOTS = {
 _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "sparse_attention": {
         "ascend": {2: Tiles(16, 64), 4: Tiles(16, 32)},
-        "cuda": {2: Tiles(64, 32, warps=8, stages=2), 4: Tiles(16, 16, warps=8)},
+        "cuda": {2: Tiles(64, 64, warps=8, stages=2), 4: Tiles(16, 16, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
     "sparse_attention_backward": {
         "ascend": {2: Tiles(16, 32), 4: Tiles(16, 32)},
-        "cuda": {2: Tiles(64, 32, warps=8), 4: Tiles(16, 16, warps=8)},
+        "cuda": {2: Tiles(32, 32, warps=8), 4: Tiles(16, 16, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
     "attention_target": {

@@ -106,6 +106,7 @@ def gather_tokens(
         # Offsets of whole tensors exceed 32 bits at real sizes.
         x_row_ptr = x_ptr + (slot // k).to(tl.int64) * D
         out_row_ptr = out_ptr + tl.cast(row, tl.int64) * D
+        scale = tl.full((), 1.0, tl.float32)
         if HAS_SCALE:
             scale = tl.load(scale_ptr + slot).to(tl.float32)
         for start in range(0, D, COLUMNS):

@@ -21,6 +21,7 @@ def rms_norm(
     COLUMNS: tl.constexpr,
 ):
     d_C = tl.arange(0, COLUMNS)
+    w_C = tl.zeros((COLUMNS,), tl.float32)
     if HAS_WEIGHT:
         w_C = tl.load(weight_ptr + d_C, mask=d_C < D, other=0.0).to(tl.float32)
     for item in range(tl.program_id(0), work, tl.num_programs(0)):
@@ -53,9 +54,10 @@ def rms_norm_backward(
     COLUMNS: tl.constexpr,
 ):
     d_C = tl.arange(0, COLUMNS)
+    w_C = tl.zeros((COLUMNS,), tl.float32)
+    d_weight_C = tl.zeros((COLUMNS,), tl.float32)
     if HAS_WEIGHT:
         w_C = tl.load(weight_ptr + d_C, mask=d_C < D, other=0.0).to(tl.float32)
-        d_weight_C = tl.zeros((COLUMNS,), tl.float32)
     for item in range(tl.program_id(0), work, tl.num_programs(0)):
         n_R = item * ROWS + tl.arange(0, ROWS)
         at_RC = n_R.to(tl.int64)[:, None] * D + d_C[None, :]
