@@ -496,6 +496,7 @@ def _base_cases() -> Iterator[Case]:
         (40, 7168, 8, 256, 320, None),
         (33, 7168, 8, 64, 150, torch.float32),
         (200, 48, 8, 64, 1200, torch.float32),  # slots of many blocks
+        (9, 48, 1, 4, 12, None),  # rows without a slot
     ):
         name = f"{N} x {D}, {k} of {E} experts, {M} rows, dropped slots"
         name += ", fp32 probs" * (probs_dtype is not None)
@@ -508,7 +509,7 @@ def _base_cases() -> Iterator[Case]:
             (7, 5, 2, 9, True, None),
             (40, 7168, 8, 300, True, None),
             (40, 7168, 8, 330, False, None),
-            (200, 48, 8, 1500, True, torch.float32),
+            (200, 48, 8, 1700, True, torch.float32),  # rows without a slot
         ):
             name = f"{N} x {D}, {k} slots, {M} rows, slots without one" + ", probs" * weighted
             name += " in fp32" * (probs_dtype is not None)
