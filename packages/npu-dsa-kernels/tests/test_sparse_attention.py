@@ -297,7 +297,7 @@ Q, KV, INDICES = torch.randn(2, 8, 3, 4), torch.randn(2, 6, 4), torch.zeros(2, 8
         ({"v_dim": 0}, r"v_dim: got 0; expected an int in \[1, D=4\]"),
         ({"v_dim": 5}, r"v_dim: got 5; expected an int in \[1, D=4\]"),
         ({"v_dim": 2.5}, r"v_dim: got 2.5; expected an int in \[1, D=4\]"),
-        ({"backend": "triton"}, r"backend: got 'triton'; it is not in this version"),
+        ({"backend": "cuda"}, r"backend: got 'cuda'; expected one of reference, torch, triton"),
         ({"validate": True}, r"indices: got key 0 more than once in row \[0, 0\]"),
         ({"validate": True, "indices": INDICES + 6}, r"indices: got values in \[6, 6\]; expected"),
     ],

@@ -4,6 +4,9 @@ On Ascend the same kernels are tested as the code they are lowered to: tests/asc
 """
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -344,6 +347,47 @@ def test_every_kernel_has_tiles_for_every_target():
 
 def test_status():
     assert backends()["triton"] == "available"
+
+
+def said(code: str, **environment: str) -> str:
+    """What another process prints, in which nothing is set and imported yet."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
+    code = f"import torch, npu_dsa_kernels as n\nX = torch.randn(2, 4)\n{code}"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+TRY = "try: n.hadamard(X, backend='triton')\nexcept ValueError as error: print(error)"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="there is a device")
+def test_status_without_a_device():
+    reason = "not usable here: there is no CUDA device and no NPU (TRITON_INTERPRET=1 runs the"
+    assert reason in said("print(n.backends()['triton'])")
+    assert f"backend: got 'triton'; it is {reason}" in said(TRY)
+    compiled = "f = torch.compile(lambda x: n.hadamard(x, backend='triton'), backend='eager')\n"
+    refused = "backend: got 'triton'; expected tensors on a CUDA device or an NPU, these are on cpu"
+    assert refused in said(compiled + TRY.replace("n.hadamard(X, backend='triton')", "f(X)"))
+
+
+def test_status_where_the_interpreter_comes_too_late():
+    late = "import triton, os; os.environ['TRITON_INTERPRET'] = '1'\n"
+    reason = "TRITON_INTERPRET=1 was changed after triton was imported: set it before Python starts"
+    assert reason in said(late + TRY)
+
+
+def test_status_without_triton():
+    hidden = "import sys; sys.modules['triton'] = None\n"
+    assert "backend: got 'triton'; it is not usable here: " in said(hidden + TRY)
+    assert 'pip install "npu-dsa-kernels[triton]"' in said(hidden + TRY)
+
+
+def test_triton_is_imported_at_first_use():
+    quiet = "import sys\nn.hadamard(X)\nprint('triton' in sys.modules, n.backends()['torch'])"
+    assert said(quiet, NPU_DSA_BACKEND="reference") == "False available\n"
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="devices compute bf16 as it is meant")

@@ -1,6 +1,5 @@
 """Whether the Triton kernels can run here, and what is missing if not."""
 
-import importlib
 import importlib.util
 import os
 
@@ -29,14 +28,16 @@ def status() -> str:
 
 
 def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    try:
+        import triton
+        from triton import language
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            return f"triton cannot be imported: {error}"
         return (
             'Triton is not installed: pip install "npu-dsa-kernels[triton]", '
             "or triton-ascend on an NPU"
         )
-    try:
-        import triton
-        from triton import language
     except Exception as error:  # whatever a vendor's import may raise
         return f"triton cannot be imported: {type(error).__name__}: {error}"
     # Triton's own functions are compiled or interpreted from its first import on.
