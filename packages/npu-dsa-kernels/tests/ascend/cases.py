@@ -19,6 +19,9 @@ import dsa_definitions
 from dsa_definitions import PACKED
 from npu_dsa_kernels.backends import reference
 
+# Cases run in processes forked from this one, to which OpenMP's threads do not come along.
+torch.set_num_threads(1)
+
 # B batch, S queries, T keys, H heads, D head dim, V value dim, K selected keys
 # N rows or tokens, D features, E experts, k experts of a token, M rows of the permuted tokens
 

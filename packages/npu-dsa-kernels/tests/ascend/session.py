@@ -76,7 +76,6 @@ def run_case(
     Raises:
         AssertionError: it is larger.
     """
-    torch.set_num_threads(1)
     # Memory that an operator leaves as it was must not look right by chance.
     torch.use_deterministic_algorithms(True)
     worst = 0.0
@@ -99,6 +98,7 @@ def lower_case(
 ) -> list[Launch]:
     """What the case starts, lowered but not run."""
     one = Gate(folder, reporter, run=False)
+    reporter.step("inputs", COMPARE)
     with one.use(other_tiles):
         for _ in case.check(Operators(), dtype):
             pass
