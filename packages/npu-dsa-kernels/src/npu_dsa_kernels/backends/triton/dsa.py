@@ -4,6 +4,7 @@ Gradients of keys are sums over all queries, taken in fp32 in no fixed order whe
 the same time: they differ in the last bits from run to run. All else is the same on every run.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,19 +28,25 @@ from npu_dsa_kernels.backends.triton.kernels.lightning_indexer import (
 from npu_dsa_kernels.backends.triton.kernels.lightning_indexer import (
     select_topk as select_kernel,
 )
+from npu_dsa_kernels.backends.triton.kernels.slot_rows import gather_slots as gather_kernel
+from npu_dsa_kernels.backends.triton.kernels.slot_rows import scatter_slots as scatter_kernel
 from npu_dsa_kernels.backends.triton.kernels.sparse_attention import (
     sparse_attention as attention_kernel,
 )
 from npu_dsa_kernels.backends.triton.kernels.sparse_attention_backward import (
     sparse_attention_backward as attention_backward_kernel,
 )
-from npu_dsa_kernels.backends.triton.launch import Tiles, cdiv, launch, tiles, wide
+from npu_dsa_kernels.backends.triton.launch import Tiles, cdiv, find_tiles, launch, tiles, wide
 from npu_dsa_kernels.bounds import causal_bounds
 
 # B batch, S queries, T keys, H heads, D head dim, V value dim, K selected keys, n queries of a block
 
-# Bytes of the indexer's workspace, which holds a row of T ranks for each query of a block.
+# Bytes of a workspace: the indexer's has a row of T ranks for each query of a block, and where keys
+# are gathered first, the attention's has a row of a key for each slot of a block's queries.
 _WORKSPACE_BYTES = 128 * 2**20
+
+# Slots of a query in a workspace come in multiples of this: no tile has more keys.
+_SLOTS = 128
 
 
 def lightning_indexer(
@@ -77,23 +84,49 @@ def lightning_indexer(
 def sparse_attention(
     q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, scale: float, v_dim: int
 ) -> tuple[Tensor, Tensor]:
-    B, S, H, _ = q_BSHD.shape
-    T, K = kv_BTD.shape[1], indices_BSK.shape[2]
-    tile, constants = _attention(attention_kernel, q_BSHD, v_dim)
-    out_BSHV = q_BSHD.new_empty(B, S, H, v_dim)
-    lse_BSH = q_BSHD.new_empty(B, S, H, dtype=torch.float32)
-    q, kv, indices = _contiguous(q_BSHD, kv_BTD, indices_BSK)
-    work = B * S * cdiv(H, constants["HEADS"])
-    launch(attention_kernel, work, q, kv, indices, out_BSHV, lse_BSH, scale, work, S, T, K, H,
-           tile=tile, **constants)  # fmt: skip
-    return out_BSHV, lse_BSH
+    return _sparse_attention(q_BSHD, kv_BTD, indices_BSK, scale, v_dim, None)
 
 
 def sparse_attention_with_target(
     q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, scale: float, v_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out_BSHV, lse_BSH = sparse_attention(q_BSHD, kv_BTD, indices_BSK, scale, v_dim)
-    return out_BSHV, lse_BSH, attention_target(q_BSHD, kv_BTD, indices_BSK, lse_BSH, scale)
+    target_BSK = q_BSHD.new_empty(indices_BSK.shape, dtype=torch.float32)
+    out_BSHV, lse_BSH = _sparse_attention(q_BSHD, kv_BTD, indices_BSK, scale, v_dim, target_BSK)
+    return out_BSHV, lse_BSH, target_BSK
+
+
+def _sparse_attention(
+    q_BSHD: Tensor,
+    kv_BTD: Tensor,
+    indices_BSK: Tensor,
+    scale: float,
+    v_dim: int,
+    target_BSK: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Fills `target_BSK` too if there is one."""
+    B, S, H, _ = q_BSHD.shape
+    out_BSHV = q_BSHD.new_empty(B, S, H, v_dim)
+    lse_BSH = q_BSHD.new_empty(B, S, H, dtype=torch.float32)
+    keys = _Keys(kv_BTD, indices_BSK, v_dim)
+    q_NHD, out_NHV, lse_NH = _rows(q_BSHD), out_BSHV.flatten(0, 1), lse_BSH.flatten(0, 1)
+    for rows in keys.blocks():
+        _attend(q_NHD[rows], keys, rows, out_NHV[rows], lse_NH[rows], scale)
+        if target_BSK is not None:
+            target_NK = target_BSK.flatten(0, 1)
+            _sum_heads(q_NHD[rows], keys, rows, lse_NH[rows], target_NK[rows], scale)
+    return out_BSHV, lse_BSH
+
+
+def attention_target(
+    q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, lse_BSH: Tensor, scale: float
+) -> Tensor:
+    target_BSK = q_BSHD.new_empty(indices_BSK.shape, dtype=torch.float32)
+    # The target knows no values: a key is split where a power of two ends.
+    keys = _Keys(kv_BTD, indices_BSK, 1 << (kv_BTD.shape[2].bit_length() - 1))
+    q_NHD, lse_NH, target_NK = _rows(q_BSHD), _rows(lse_BSH), target_BSK.flatten(0, 1)
+    for rows in keys.blocks():
+        _sum_heads(q_NHD[rows], keys, rows, lse_NH[rows], target_NK[rows], scale)
+    return target_BSK
 
 
 def sparse_attention_backward(
@@ -106,34 +139,97 @@ def sparse_attention_backward(
     lse_BSH: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    B, S, H, _ = q_BSHD.shape
-    T, K = kv_BTD.shape[1], indices_BSK.shape[2]
-    tile, constants = _attention(attention_backward_kernel, q_BSHD, out_BSHV.shape[3])
     dq_BSHD = q_BSHD.new_empty(q_BSHD.shape)
-    dkv_BTD = kv_BTD.new_zeros(kv_BTD.shape, dtype=torch.float32)
-    d_out, d_lse, q, kv = _contiguous(d_out_BSHV, d_lse_BSH, q_BSHD, kv_BTD)
-    indices, out, lse = _contiguous(indices_BSK, out_BSHV, lse_BSH)
-    work = B * S * cdiv(H, constants["HEADS"])
-    launch(attention_backward_kernel, work, d_out, d_lse, q, kv, indices, out, lse, dq_BSHD,
-           dkv_BTD, scale, work, S, T, K, H, tile=tile, **constants)  # fmt: skip
-    return dq_BSHD, dkv_BTD.to(kv_BTD.dtype)
+    keys = _Keys(kv_BTD, indices_BSK, out_BSHV.shape[3], with_gradient=True)
+    d_out_NHV, d_lse_NH, q_NHD = _rows(d_out_BSHV), _rows(d_lse_BSH), _rows(q_BSHD)
+    out_NHV, lse_NH, dq_NHD = _rows(out_BSHV), _rows(lse_BSH), dq_BSHD.flatten(0, 1)
+    for rows in keys.blocks():
+        q = q_NHD[rows]
+        tile, constants = _heads(attention_backward_kernel, q, keys)
+        work = q.shape[0] * cdiv(q.shape[1], constants["HEADS"])
+        launch(attention_backward_kernel, work, d_out_NHV[rows], d_lse_NH[rows], q, keys.read,
+               keys.indices_NK[rows], out_NHV[rows], lse_NH[rows], dq_NHD[rows], keys.added, scale,
+               work, *keys.sizes, q.shape[1], tile=tile, **constants)  # fmt: skip
+        keys.scatter(rows)
+    return dq_BSHD, keys.gradient_BTD.to(kv_BTD.dtype)
 
 
-def attention_target(
-    q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, lse_BSH: Tensor, scale: float
-) -> Tensor:
-    B, S, H, D = q_BSHD.shape
-    T, K = kv_BTD.shape[1], indices_BSK.shape[2]
-    # The target knows no values: a key is split where a power of two ends.
-    tile, constants = _attention(target_kernel, q_BSHD, 1 << (D.bit_length() - 1))
-    target_BSK = q_BSHD.new_empty(B, S, K, dtype=torch.float32)
-    if T == 0:
-        return target_BSK.zero_()
-    q, kv, indices, lse = _contiguous(q_BSHD, kv_BTD, indices_BSK, lse_BSH)
-    work = B * S * cdiv(K, constants["KEYS"])
-    launch(target_kernel, work, q, kv, indices, lse, target_BSK, scale, work, S, T, K, H,
-           tile=tile, **constants)  # fmt: skip
-    return target_BSK
+def _attend(
+    q_nHD: Tensor, keys: "_Keys", rows: slice, out_nHV: Tensor, lse_nH: Tensor, scale: float
+) -> None:
+    tile, constants = _heads(attention_kernel, q_nHD, keys)
+    n, H = q_nHD.shape[:2]
+    work = n * cdiv(H, constants["HEADS"])
+    launch(attention_kernel, work, q_nHD, keys.read, keys.indices_NK[rows], out_nHV, lse_nH, scale,
+           work, *keys.sizes, H, tile=tile, **constants)  # fmt: skip
+
+
+def _sum_heads(
+    q_nHD: Tensor, keys: "_Keys", rows: slice, lse_nH: Tensor, target_nK: Tensor, scale: float
+) -> None:
+    if keys.read.numel() == 0:  # no keys at all
+        target_nK.zero_()
+        return
+    tile, constants = _heads(target_kernel, q_nHD, keys)
+    work = q_nHD.shape[0] * cdiv(target_nK.shape[1], constants["KEYS"])
+    launch(target_kernel, work, q_nHD, keys.read, keys.indices_NK[rows], lse_nH, target_nK, scale,
+           work, *keys.sizes, q_nHD.shape[1], tile=tile, **constants)  # fmt: skip
+
+
+class _Keys:
+    """The keys of an attention, as its kernels read them and add to their gradients.
+
+    Where the table has tiles for `gather_slots`, that is a copy with a row for every slot, for a
+    block of queries at a time; elsewhere the keys themselves, for all queries.
+    """
+
+    def __init__(
+        self, kv_BTD: Tensor, indices_BSK: Tensor, v_dim: int, *, with_gradient: bool = False
+    ) -> None:
+        self.kv_BTD, self.indices_NK = kv_BTD.contiguous(), _rows(indices_BSK)
+        (_, T, D), (N, K), S = kv_BTD.shape, self.indices_NK.shape, indices_BSK.shape[1]
+        self.widths = {
+            "V_DIM": v_dim,
+            "R_DIM": D - v_dim,
+            "V_WIDE": wide(v_dim),
+            "R_WIDE": wide(max(D - v_dim, 1)),
+        }
+        shape = kv_BTD.shape if with_gradient else (0,)
+        self.read, self.gradient_BTD = self.kv_BTD, kv_BTD.new_zeros(shape, dtype=torch.float32)
+        self.added = self.gradient_BTD
+        self.tile = find_tiles(gather_kernel, kv_BTD) if T else None
+        self.queries, slots = N, K
+        if self.tile is not None:
+            slots = cdiv(K, _SLOTS) * _SLOTS
+            row_bytes = D * (kv_BTD.element_size() + 4 * with_gradient)
+            self.queries = max(1, min(N, _WORKSPACE_BYTES // (slots * row_bytes)))
+            self.read = kv_BTD.new_empty(self.queries, slots, D)
+            if with_gradient:
+                self.added = self.read.new_empty(self.read.shape, dtype=torch.float32)
+        self.sizes = S, T, K, slots
+
+    def blocks(self) -> Iterator[slice]:
+        """Blocks of queries, with their keys in place."""
+        for first in range(0, len(self.indices_NK), max(self.queries, 1)):
+            rows = slice(first, min(first + self.queries, len(self.indices_NK)))
+            if self.tile is not None:
+                self._launch(gather_kernel, rows, self.kv_BTD, self.indices_NK[rows], self.read)
+                if self.added is not self.gradient_BTD:
+                    self.added.zero_()
+            yield rows
+
+    def scatter(self, rows: slice) -> None:
+        """Add what a block's kernel left at its slots to the gradient of the keys."""
+        if self.tile is not None:
+            self._launch(
+                scatter_kernel, rows, self.added, self.indices_NK[rows], self.gradient_BTD
+            )
+
+    def _launch(self, kernel: Any, rows: slice, *tensors: Tensor) -> None:
+        tile = tiles(kernel, self.kv_BTD, "kv")
+        work = (rows.stop - rows.start) * (self.sizes[3] // tile.rows)
+        launch(kernel, work, *tensors, rows.start, work, *self.sizes,
+               tile=tile, SLOTS=tile.rows, **self.widths)  # fmt: skip
 
 
 def indexer_kl_loss(
@@ -180,19 +276,21 @@ def _contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x.contiguous() for x in tensors]
 
 
-def _attention(kernel: Any, q_BSHD: Tensor, v_dim: int) -> tuple[Tiles, dict[str, Any]]:
+def _rows(x: Tensor) -> Tensor:
+    """[B, S, ...] as [N, ...]."""
+    return x.contiguous().flatten(0, 1)
+
+
+def _heads(kernel: Any, q_NHD: Tensor, keys: _Keys) -> tuple[Tiles, dict[str, Any]]:
     """Tiles and constants of a kernel over the attention's heads."""
-    tile = tiles(kernel, q_BSHD, "q")
-    H, D = q_BSHD.shape[2:]
+    tile = tiles(kernel, q_NHD, "q")
+    H = q_NHD.shape[1]
     heads = min(tile.rows, wide(H))
-    return tile, {
-        "V_DIM": v_dim,
-        "R_DIM": D - v_dim,
-        "V_WIDE": wide(v_dim),
-        "R_WIDE": wide(max(D - v_dim, 1)),
+    return tile, keys.widths | {
         "HEADS": heads,
         "KEYS": tile.columns,
         "ALL_HEADS": H % heads == 0,
+        "GATHERED": keys.tile is not None,
     }
 
 

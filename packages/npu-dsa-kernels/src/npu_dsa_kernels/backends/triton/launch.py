@@ -93,15 +93,20 @@ def launcher(device: torch.device) -> Launcher:
     return _Ascend() if device.type == "npu" else _Interpreter()
 
 
+def find_tiles(kernel: Any, x: torch.Tensor) -> Tiles | None:
+    """The table's entry for `kernel`, on the device and of the dtype of `x`, or None."""
+    return table.find(kernel.__name__, launcher(x.device).target, x.dtype)
+
+
 def tiles(kernel: Any, x: torch.Tensor, name: str) -> Tiles:
-    """The table's entry for `kernel`, on the device and of the dtype of `x`, argument `name`.
+    """The same where there must be one; `name` is the argument that `x` is.
 
     Raises:
         ValueError: there is none.
     """
-    target = launcher(x.device).target
-    found = table.find(kernel.__name__, target, x.dtype)
+    found = find_tiles(kernel, x)
     if found is None:
+        target = launcher(x.device).target
         names = " or ".join(table.dtypes(kernel.__name__, target)) or "nothing"
         want = f"backend 'triton' takes {names} on {target}; backend='torch' takes others"
         raise checks.bad(name, x.dtype, want)

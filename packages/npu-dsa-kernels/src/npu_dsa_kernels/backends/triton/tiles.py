@@ -33,7 +33,7 @@ _SLOTS = {
 # kernel -> target -> bytes of an element of the inputs
 _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "sparse_attention": {
-        "ascend": {2: Tiles(16, 64), 4: Tiles(16, 32)},
+        "ascend": {2: Tiles(32, 128), 4: Tiles(32, 64)},
         "cuda": {2: Tiles(64, 64, warps=8, stages=2), 4: Tiles(16, 16, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
@@ -43,10 +43,13 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
         "interpreter": {4: Tiles(16, 16)},
     },
     "attention_target": {
-        "ascend": {2: Tiles(64, 64), 4: Tiles(16, 64)},
+        "ascend": {2: Tiles(128, 128), 4: Tiles(64, 64)},
         "cuda": {2: Tiles(64, 64, warps=8), 4: Tiles(16, 32, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
+    # Rows: slots. Where these have tiles, the attention reads keys that were gathered before.
+    "gather_slots": {"ascend": {2: Tiles(64, 1), 4: Tiles(32, 1)}},
+    "scatter_slots": {"ascend": {2: Tiles(32, 1), 4: Tiles(32, 1)}},
     "index_scores": {  # rows: all heads of a query, whatever their number
         "ascend": {2: Tiles(64, 256), 4: Tiles(64, 256)},
         "cuda": {2: Tiles(64, 128, stages=2), 4: Tiles(64, 64)},

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from npu_dsa_kernels.backends.triton.kernels.rows import (
-    gather_rows,
+    key_rows,
     load_heads,
     load_indices,
     spare_key,
@@ -17,7 +17,7 @@ from npu_dsa_kernels.backends.triton.kernels.rows import (
 @triton.jit
 def attention_target(
     q_ptr,  # [N, heads, V_DIM + R_DIM]
-    kv_ptr,  # [N / S, T, V_DIM + R_DIM]
+    kv_ptr,  # [N / S, T, V_DIM + R_DIM], or the keys of each slot: [N, slots, V_DIM + R_DIM]
     indices_ptr,  # int32 [N, K]
     lse_ptr,  # fp32 [N, heads]
     target_ptr,  # fp32 [N, K]
@@ -26,6 +26,7 @@ def attention_target(
     S,
     T,
     K,
+    slots,  # K, rounded up to whole blocks
     heads,
     V_DIM: tl.constexpr,
     R_DIM: tl.constexpr,
@@ -34,22 +35,29 @@ def attention_target(
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
+    GATHERED: tl.constexpr,
 ):
     D: tl.constexpr = V_DIM + R_DIM
     v_V = tl.arange(0, V_WIDE)
     r_R = tl.arange(0, R_WIDE)
     blocks = tl.cdiv(K, KEYS)
     for item in range(tl.program_id(0), work, tl.num_programs(0)):
-        n = tl.cast(item // blocks, tl.int64)  # offsets of whole tensors exceed 32 bits at real sizes
+        n = tl.cast(item // blocks, tl.int64)  # offsets exceed 32 bits at real sizes
         q_row_ptr = q_ptr + n * heads * D
-        kv_batch_ptr = kv_ptr + n // S * T * D
+        if GATHERED:
+            kv_row = n * slots
+        else:
+            kv_row = n // S * T
+        kv_row_ptr = kv_ptr + kv_row * D
         indices_row_ptr = indices_ptr + n * K
         spare = spare_key(indices_row_ptr, T, K, 512)
         slot_K = (item % blocks) * KEYS + tl.arange(0, KEYS)
         index_K, valid_K = load_indices(indices_row_ptr, slot_K, tl.maximum(spare, 0), T, K)
-        kv_KV = gather_rows(kv_batch_ptr, index_K, v_V, D, V_DIM)
+        kv_KV = key_rows(kv_row_ptr, index_K, slot_K, v_V, D, V_DIM, GATHERED)
         if R_DIM > 0:
-            kv_KR = gather_rows(kv_batch_ptr + V_DIM, index_K, r_R, D, R_DIM)
+            kv_KR = key_rows(
+                    kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED
+                )
         target_K = tl.zeros((KEYS,), tl.float32)
         for first in range(0, heads, HEADS):
             h_H = first + tl.arange(0, HEADS)

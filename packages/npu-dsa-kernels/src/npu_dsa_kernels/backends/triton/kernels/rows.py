@@ -48,6 +48,44 @@ def gather_rows(x_ptr, index_K, column_C, ROW: tl.constexpr, COLUMNS: tl.constex
 
 
 @triton.jit
+def key_rows(
+    kv_ptr,
+    index_K,
+    slot_K,
+    column_C,
+    ROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """Keys of slots as [K, C]: of all keys, or GATHERED, a copy with a row for every slot."""
+    if GATHERED:
+        row_K = slot_K
+    else:
+        row_K = index_K
+    return gather_rows(kv_ptr, row_K, column_C, ROW, COLUMNS)
+
+
+@triton.jit
+def add_key_rows(
+    dkv_ptr,
+    rows_KC,
+    index_K,
+    valid_K,
+    slot_K,
+    column_C,
+    ROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """The gradient of what `key_rows` read."""
+    if GATHERED:
+        row_K = slot_K
+    else:
+        row_K = index_K
+    scatter_add_rows(dkv_ptr, rows_KC, row_K, valid_K, column_C, ROW, COLUMNS)
+
+
+@triton.jit
 def load_heads(
     x_ptr, head_H, heads, column_C, ROW: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr
 ):
@@ -77,7 +115,7 @@ def store_heads(
 def scatter_add_rows(
     x_ptr, rows_KC, index_K, valid_K, column_C, ROW: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Add rows [K, C] to rows of x. Those of empty slots add zero to their query's spare row.
+    """Add rows [K, C] to rows of x, those of empty slots as zeros.
 
     With a mask over rows, Ascend would add element by element.
     """

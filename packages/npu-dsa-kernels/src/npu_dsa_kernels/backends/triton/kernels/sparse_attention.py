@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from npu_dsa_kernels.backends.triton.kernels.rows import (
-    gather_rows,
+    key_rows,
     load_heads,
     load_indices,
     spare_key,
@@ -18,7 +18,7 @@ from npu_dsa_kernels.backends.triton.kernels.rows import (
 @triton.jit
 def sparse_attention(
     q_ptr,  # [N, heads, V_DIM + R_DIM]
-    kv_ptr,  # [N / S, T, V_DIM + R_DIM]
+    kv_ptr,  # [N / S, T, V_DIM + R_DIM], or the keys of each slot: [N, slots, V_DIM + R_DIM]
     indices_ptr,  # int32 [N, K]
     out_ptr,  # [N, heads, V_DIM]
     lse_ptr,  # fp32 [N, heads]
@@ -27,6 +27,7 @@ def sparse_attention(
     S,
     T,
     K,
+    slots,  # K, rounded up to whole blocks
     heads,
     V_DIM: tl.constexpr,
     R_DIM: tl.constexpr,
@@ -35,16 +36,21 @@ def sparse_attention(
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
+    GATHERED: tl.constexpr,
 ):
     D: tl.constexpr = V_DIM + R_DIM
     v_V = tl.arange(0, V_WIDE)
     r_R = tl.arange(0, R_WIDE)
     tiles = tl.cdiv(heads, HEADS)
     for item in range(tl.program_id(0), work, tl.num_programs(0)):
-        n = tl.cast(item // tiles, tl.int64)  # offsets of whole tensors exceed 32 bits at real sizes
+        n = tl.cast(item // tiles, tl.int64)  # offsets exceed 32 bits at real sizes
         h_H = (item % tiles) * HEADS + tl.arange(0, HEADS)
         q_row_ptr = q_ptr + n * heads * D
-        kv_batch_ptr = kv_ptr + n // S * T * D
+        if GATHERED:
+            kv_row = n * slots
+        else:
+            kv_row = n // S * T
+        kv_row_ptr = kv_ptr + kv_row * D
         indices_row_ptr = indices_ptr + n * K
         q_HV = load_heads(q_row_ptr, h_H, heads, v_V, D, V_DIM, ALL_HEADS)
         if R_DIM > 0:
@@ -56,10 +62,12 @@ def sparse_attention(
         for start in range(0, tl.where(spare < 0, 0, K), KEYS):
             slot_K = start + tl.arange(0, KEYS)
             index_K, valid_K = load_indices(indices_row_ptr, slot_K, spare, T, K)
-            kv_KV = gather_rows(kv_batch_ptr, index_K, v_V, D, V_DIM)
+            kv_KV = key_rows(kv_row_ptr, index_K, slot_K, v_V, D, V_DIM, GATHERED)
             logits_HK = tl.dot(q_HV, tl.trans(kv_KV), input_precision="ieee")
             if R_DIM > 0:
-                kv_KR = gather_rows(kv_batch_ptr + V_DIM, index_K, r_R, D, R_DIM)
+                kv_KR = key_rows(
+                    kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED
+                )
                 logits_HK += tl.dot(q_HR, tl.trans(kv_KR), input_precision="ieee")
             logits_HK = tl.where(valid_K[None, :], logits_HK * scale, -3.0e38)
             new_H = tl.maximum(peak_H, tl.max(logits_HK, 1))

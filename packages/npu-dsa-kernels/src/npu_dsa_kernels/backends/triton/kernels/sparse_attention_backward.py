@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from npu_dsa_kernels.backends.triton.kernels.rows import (
-    gather_rows,
+    add_key_rows,
+    key_rows,
     load_heads,
     load_indices,
-    scatter_add_rows,
     spare_key,
     store_heads,
 )
@@ -21,7 +21,7 @@ def sparse_attention_backward(
     d_out_ptr,  # [N, heads, V_DIM]
     d_lse_ptr,  # fp32 [N, heads]
     q_ptr,  # [N, heads, V_DIM + R_DIM]
-    kv_ptr,  # [N / S, T, V_DIM + R_DIM]
+    kv_ptr,  # [N / S, T, V_DIM + R_DIM], or the keys of each slot: [N, slots, V_DIM + R_DIM]
     indices_ptr,  # int32 [N, K]
     out_ptr,  # [N, heads, V_DIM]
     lse_ptr,  # fp32 [N, heads]
@@ -32,6 +32,7 @@ def sparse_attention_backward(
     S,
     T,
     K,
+    slots,  # K, rounded up to whole blocks
     heads,
     V_DIM: tl.constexpr,
     R_DIM: tl.constexpr,
@@ -40,18 +41,23 @@ def sparse_attention_backward(
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     ALL_HEADS: tl.constexpr,
+    GATHERED: tl.constexpr,
 ):
     D: tl.constexpr = V_DIM + R_DIM
     v_V = tl.arange(0, V_WIDE)
     r_R = tl.arange(0, R_WIDE)
     tiles = tl.cdiv(heads, HEADS)
     for item in range(tl.program_id(0), work, tl.num_programs(0)):
-        n = tl.cast(item // tiles, tl.int64)  # offsets of whole tensors exceed 32 bits at real sizes
+        n = tl.cast(item // tiles, tl.int64)  # offsets exceed 32 bits at real sizes
         h_H = (item % tiles) * HEADS + tl.arange(0, HEADS)
         inside_H = h_H < heads
         q_row_ptr = q_ptr + n * heads * D
-        kv_batch_ptr = kv_ptr + n // S * T * D
-        dkv_batch_ptr = dkv_ptr + n // S * T * D
+        if GATHERED:
+            kv_row = n * slots
+        else:
+            kv_row = n // S * T
+        kv_row_ptr = kv_ptr + kv_row * D
+        dkv_row_ptr = dkv_ptr + kv_row * D
         indices_row_ptr = indices_ptr + n * K
         q_HV = load_heads(q_row_ptr, h_H, heads, v_V, D, V_DIM, ALL_HEADS)
         if R_DIM > 0:
@@ -69,10 +75,12 @@ def sparse_attention_backward(
         for start in range(0, tl.where(spare < 0, 0, K), KEYS):
             slot_K = start + tl.arange(0, KEYS)
             index_K, valid_K = load_indices(indices_row_ptr, slot_K, spare, T, K)
-            kv_KV = gather_rows(kv_batch_ptr, index_K, v_V, D, V_DIM)
+            kv_KV = key_rows(kv_row_ptr, index_K, slot_K, v_V, D, V_DIM, GATHERED)
             logits_HK = tl.dot(q_HV, tl.trans(kv_KV), input_precision="ieee")
             if R_DIM > 0:
-                kv_KR = gather_rows(kv_batch_ptr + V_DIM, index_K, r_R, D, R_DIM)
+                kv_KR = key_rows(
+                    kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED
+                )
                 logits_HK += tl.dot(q_HR, tl.trans(kv_KR), input_precision="ieee")
             p_HK = tl.where(valid_K[None, :], tl.exp(logits_HK * scale - lse_H[:, None]), 0.0)
             dp_HK = tl.dot(d_out_HV, tl.trans(kv_KV), input_precision="ieee")
@@ -81,12 +89,14 @@ def sparse_attention_backward(
             dq_HV += tl.dot(ds_HK, kv_KV, input_precision="ieee")
             dkv_KV = tl.dot(tl.trans(ds_HK), q_HV, input_precision="ieee")
             dkv_KV += tl.dot(tl.trans(p_HK), d_out_HV, input_precision="ieee")
-            scatter_add_rows(dkv_batch_ptr, dkv_KV, index_K, valid_K, v_V, D, V_DIM)
+            add_key_rows(
+                dkv_row_ptr, dkv_KV, index_K, valid_K, slot_K, v_V, D, V_DIM, GATHERED
+            )
             if R_DIM > 0:
                 dq_HR += tl.dot(ds_HK, kv_KR, input_precision="ieee")
                 dkv_KR = tl.dot(tl.trans(ds_HK), q_HR, input_precision="ieee")
-                scatter_add_rows(
-                    dkv_batch_ptr + V_DIM, dkv_KR, index_K, valid_K, r_R, D, R_DIM
+                add_key_rows(
+                    dkv_row_ptr + V_DIM, dkv_KR, index_K, valid_K, slot_K, r_R, D, R_DIM, GATHERED
                 )
         dq_row_ptr = dq_ptr + n * heads * D
         store_heads(dq_row_ptr, dq_HV, h_H, heads, v_V, D, V_DIM, ALL_HEADS)
