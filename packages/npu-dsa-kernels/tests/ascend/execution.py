@@ -57,9 +57,9 @@ def build(lowered: Lowered, library: Path) -> None:
         Refused: some operation cannot be turned into machine code of this host.
     """
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        source, mlir, llvm, better, code, whole = (
-            Path(folder) / name
-            for name in ("in.mlir", "llvm.mlir", "in.ll", "better.ll", "code.o", "whole.so")
+        source, mlir, llvm, better, code, runtime, whole = (
+            Path(folder, name)
+            for name in ("a.mlir", "b.mlir", "c.ll", "d.ll", "e.o", "runtime.o", "whole.so")
         )
         source.write_text(lowered.text)
         # Attributes of NPU dialects, on which no operation here depends, stay as they are.
@@ -67,8 +67,11 @@ def build(lowered: Lowered, library: Path) -> None:
         _run(f"mlir-translate-{LLVM}", "--mlir-to-llvmir", mlir, "-o", llvm)
         _run(f"opt-{LLVM}", "-O2", "-S", llvm, "-o", better)
         _run(f"llc-{LLVM}", "-O2", "-relocation-model=pic", "-filetype=obj", better, "-o", code)
-        wrap = "-Wl,--wrap=malloc"
-        _run("gcc", "-O2", "-shared", "-fPIC", wrap, code, RUNTIME, "-lm", "-o", whole)
+        shared = library.with_name(runtime.name)
+        if not shared.exists():
+            _run("gcc", "-O2", "-fPIC", "-c", RUNTIME, "-o", runtime)
+            runtime.rename(shared)
+        _run("gcc", "-shared", "-Wl,--wrap=malloc", code, shared, "-lm", "-o", whole)
         whole.rename(library)
 
 

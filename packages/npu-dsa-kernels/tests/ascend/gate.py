@@ -44,6 +44,7 @@ class Launch:
     rows: int
     columns: int
     constants: dict[str, Any]
+    element_loops: int
     executed: bool = False
 
 
@@ -94,8 +95,9 @@ class Gate:
             _save(self._folder, key, lowered)
         first = next(x[1:] for x in signature.types.values() if x.startswith("*"))
         named = {x: signature.constants[x] for x in kernel.arg_names if x in signature.constants}
+        loops = lowered.element_loops
         dtype = self._found.get(name) or name_of(_TYPES[first])
-        started = Launch(key, name, dtype, tiles.rows, tiles.columns, named)
+        started = Launch(key, name, dtype, tiles.rows, tiles.columns, named, loops)
         self.launches.append(started)
         self._reporter.note(started)
         if not self._runs:

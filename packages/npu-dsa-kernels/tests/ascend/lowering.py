@@ -79,8 +79,22 @@ class Lowered:
     parameters: tuple[str, ...]
     """MLIR types of the function's parameters, without the grid's six and the two in front."""
     function: str
-    kind: str
-    """``cube``, ``vector`` or ``mix``: the cores its operations need, as triton-ascend sees it."""
+
+    @property
+    def element_loops(self) -> int:
+        """Loops that read or write memory an element at a time, where indices are data."""
+        found, lines = 0, self.text.splitlines()
+        for end, line in enumerate(lines):
+            if "{ExtractedLoadOrStore" not in line:
+                continue
+            indent = " " * (len(line) - len(line.lstrip()))
+            head = re.compile(rf"{indent}(?:%\S+ = )?scf\.for ")
+            start = max(i for i in range(end) if head.match(lines[i]))
+            found += bool(_ELEMENT.search("\n".join(lines[start:end])))
+        return found
+
+
+_ELEMENT = re.compile(r"reinterpret_cast .* sizes: \[(?:1, )*1\]")
 
 
 def lower(kernel: Any, signature: Signature) -> Lowered:
@@ -101,18 +115,10 @@ def lower(kernel: Any, signature: Signature) -> Lowered:
     metadata = {"hash": kernel.__name__, "target": _TARGET, **options.__dict__}
     module = ascend.make_ttir(module, metadata, options)
     text = ascend.ttir_to_linalg(module, metadata, options, named_ops=True)
-    text, metadata = ascend._parse_linalg_metadata(text, metadata)
-    return parse(text, metadata["mix_mode"])
-
-
-_KINDS = {"aic": "cube", "aiv": "vector", "mix": "mix"}
-
-
-def parse(text: str, mix_mode: str) -> Lowered:
-    """What runs and compiles `text` needs to know of it."""
+    text, _ = ascend._parse_linalg_metadata(text, metadata)  # takes out what the compiler refuses
     found = re.search(r"func\.func @(\w+)\((.*?)\) attributes", text, re.DOTALL)
     if found is None:
         raise ValueError(f"no kernel in what triton-ascend made:\n{text[:2000]}")
     types = re.findall(r"%arg\d+: ([^,{)]+?)\s*(?:\{[^}]*\})?(?:, (?=%arg)|$)", found[2])
     # In front a lock and a workspace of the compiler's, behind the grid's size and the place in it.
-    return Lowered(text, tuple(types[2:-6]), found[1], _KINDS[mix_mode])
+    return Lowered(text, tuple(types[2:-6]), found[1])

@@ -126,6 +126,11 @@ class Row:
     def planned(self, name: str) -> int:
         return max((getattr(x, name) for x in self.compiled.values()), default=0)
 
+    def element_loops(self) -> int:
+        """Of the program that needs most: that of a real width, not of one that is padded."""
+        sizes = {key: x.ub_bytes + x.l1_bytes for key, x in self.compiled.items()}
+        return self.variants[max(sizes, key=sizes.__getitem__)].element_loops if sizes else 0
+
 
 @dataclass
 class Report:
@@ -228,7 +233,7 @@ def lines(report: Report) -> list[list[str]]:
     """The table, a cell at a time."""
     out = [
         ["kernel", "dtype", "tiles", "compiled for", "executed", "error", "UB", "L1", "L0C",
-         "cores", "given up", "reached hivmc"]
+         "cores", "element loops", "given up", "reached hivmc"]
     ]  # fmt: skip
     for row in sorted(
         report.rows.values(), key=lambda x: (x.launch.kernel, x.launch.dtype, x.launch.rows)
@@ -244,6 +249,7 @@ def lines(report: Report) -> list[list[str]]:
                 f"{row.error:.0e}" if row.executed else "-",
                 *(f"{row.planned(x):,}" for x in ("ub_bytes", "l1_bytes", "l0c_bytes")),
                 ", ".join(sorted({x.cores for x in compiled})),
+                str(row.element_loops()),
                 ", ".join(sorted({y for x in compiled for y in x.retried})),
                 "yes" if len(compiled) == len(row.variants) else "no",
             ]
@@ -290,6 +296,7 @@ def recorded(report: Report) -> list[dict[str, Any]]:
             "l0c_bytes": compiled.l0c_bytes,
             "workspace_bytes": compiled.workspace_bytes,
             "cores": compiled.cores,
+            "element_loops": one.element_loops,
             "given_up": list(compiled.retried),
         }
         for row in report.rows.values()

@@ -207,6 +207,19 @@ def test_twice_the_heads_do_not_fit(tmp_path: Path, kernel: str, dtype: torch.dt
     assert "ub overflow" in outcome.error or "cc overflow" in outcome.error
 
 
+def test_a_mask_over_rows_makes_an_addition_go_by_elements(tmp_path: Path) -> None:
+    change = (
+        "rows.py",
+        "tl.atomic_add(pointers_KC, rows_KC, sem",
+        "tl.atomic_add(pointers_KC, rows_KC, mask=valid_K[:, None], sem",
+    )
+    one = case("sparse_attention_backward", "D 576")
+    run = functools.partial(session.lower_case, one, BF16, tmp_path)
+    as_it_is, masked = alone(run), alone(with_change(tmp_path, *change, run))
+    assert sum(x.element_loops for x in as_it_is.result) == 0
+    assert sum(x.element_loops for x in masked.result) > 0
+
+
 # --- the compiler for A3 -------------------------------------------------------------------------
 
 
