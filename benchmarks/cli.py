@@ -16,6 +16,7 @@ from rich.console import Console
 from benchmarks.measure import FEWEST_ROUNDS, Result, Settings, measure
 
 DEFAULT_OUT = Path(__file__).parent / "results"
+RECORDED = Path(__file__).parents[1] / "packages/npu-dsa-kernels/tests/ascend/recorded.json"
 BUDGETS = {"dsa": 120.0, "base": 20.0, "step": 300.0}
 OUT_HELP = "Folder for the results: a JSON file and a picture."
 
@@ -150,9 +151,9 @@ def pipeline(
         bool, typer.Option("--check", help="Exit code 1 if a published figure does not follow.")
     ] = False,
     recorded: Annotated[
-        Path | None,
+        Path,
         typer.Option(exists=True, dir_okay=False, help="High-water marks of the Ascend session."),
-    ] = None,
+    ] = RECORDED,
     stage_overhead: Annotated[
         float,
         typer.Option(min=0, help="What starting a stage costs, in the published figure's unit."),
@@ -163,7 +164,7 @@ def pipeline(
     from benchmarks import pipeline_report
 
     try:
-        marks = pipeline_report.read_recorded(recorded) if recorded else []
+        marks = pipeline_report.read_recorded(recorded)
     except ValueError as error:
         raise typer.BadParameter(f"--recorded {error}") from None
     if not pipeline_report.run(_console(), out, marks, stage_overhead, check):

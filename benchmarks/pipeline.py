@@ -187,22 +187,32 @@ class Work:
     v2_passes: float = 0
 
 
+# Keys of the attention are gathered once for all heads, and their gradients scattered once, by
+# kernels of their own: a tile of heads has its share of that.
+
+
 def _forward(rows: int, keys: int, size: int) -> Work:
     """V1: scale, mask, maximum, subtract, exp, mask, sum, cast. V2: shrink the output, add."""
-    tile = rows * keys
-    return Work(keys * A * size, 2 * tile * A, 8 * tile, 2 * tile * V, v2_passes=2 * rows * V)
+    tile, gathered = rows * keys, keys * A * size * rows / H
+    return Work(gathered, 2 * tile * A, 8 * tile, 2 * tile * V, v2_passes=2 * rows * V)
 
 
 def _backward(rows: int, keys: int, size: int) -> Work:
-    """V1: scale, subtract, exp, mask, subtract, multiply, scale, two casts."""
-    tile = rows * keys
-    c1, c2 = 2 * tile * (A + V), 2 * tile * (A + A + V)
-    return Work(keys * A * size, c1, 9 * tile, c2, scattered_bytes=keys * A * 4)
+    """V1: scale, subtract, exp, mask, subtract, multiply, scale, two casts. V2: heads are added."""
+    tile, share = rows * keys, rows / H
+    return Work(
+        gathered_bytes=keys * A * size * share,
+        c1_flops=2 * tile * (A + V),
+        v1_passes=9 * tile,
+        c2_flops=2 * tile * (A + A + V),
+        scattered_bytes=keys * A * 4 * share,
+        v2_passes=keys * A if rows < H else 0,
+    )
 
 
 def _target(rows: int, keys: int, size: int) -> Work:
-    """All heads pass over one gathered block. V1: scale, subtract, exp, sum."""
-    return Work(keys * A * size, 2 * H * keys * A, 4 * H * keys)
+    """V1: scale, subtract, exp, sum."""
+    return Work(keys * A * size * rows / H, 2 * rows * keys * A, 4 * rows * keys)
 
 
 def _indexer_kl(rows: int, keys: int, size: int) -> Work:
@@ -289,7 +299,8 @@ class Kernel:
         """Whether L1 has room for the blocks gathered ahead; None if its use was not recorded."""
         if self.l1_bytes is None:
             return None
-        return self.l1_bytes + ahead * self.work.gathered_bytes <= L1_BYTES
+        block = self.keys * (D if self.name.startswith("indexer") else A) * 2
+        return self.l1_bytes + ahead * block <= L1_BYTES
 
 
 def kernels(recorded: list[dict[str, Any]]) -> tuple[list[Kernel], list[str]]:

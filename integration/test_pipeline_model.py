@@ -101,9 +101,11 @@ def test_rates_give_the_published_backward():
 def test_widths_of_tiles():
     small, large = (Kernel("sparse_attention_backward", rows, 64).pipeline() for rows in (16, 128))
     assert small.blocks == 32
-    assert small.widths[0] == large.widths[0] == pytest.approx(79 / 2)  # half of the keys
-    assert large.widths[1] == pytest.approx(8 * small.widths[1])
-    assert figures(large, 2)["cube"] > 4 * figures(small, 2)["cube"]
+    assert large.widths[0] == pytest.approx(79 / 2)  # half of the keys
+    # A tile has its heads' share of gathering and of products, but adds whole rows.
+    assert large.widths[:4] == pytest.approx([8 * w for w in small.widths[:4]])
+    assert large.widths[4] < 8 * small.widths[4]
+    assert figures(large, 2)["cube"] > 1.5 * figures(small, 2)["cube"]
     # No scatter, no stage; an overhead is that of stages which are there.
     plain, costly = (Kernel("indexer_kl_loss", 64, 64).pipeline(o).widths for o in (0, 3))
     assert costly == tuple(w + 3 if w else 0 for w in plain) and plain[3:] == (0, 0)
