@@ -56,7 +56,7 @@ def attention(function, q, kv, indices, v_dim, **kwargs):
     inputs = leaves(q, kv)
     out, lse = function(*inputs, indices, scale=0.4, v_dim=v_dim, **kwargs)
     if not out.requires_grad:  # the definition of a case without a single key
-        return dict(out=out, lse=lse, dq=torch.zeros_like(q), dkv=torch.zeros_like(kv))
+        return {"out": out, "lse": lse, "dq": torch.zeros_like(q), "dkv": torch.zeros_like(kv)}
     grads = gradients((out, lse), (normal(*out.shape), normal(*lse.shape)), inputs)
     return dict(zip(("out", "lse", "dq", "dkv"), (out, lse, *grads), strict=True))
 
@@ -65,9 +65,9 @@ def loss(function, inputs, indices, target, **kwargs):
     inputs = leaves(*inputs)
     loss_BS = function(*inputs, indices, target, **kwargs)
     if not loss_BS.requires_grad:
-        return dict(loss=loss_BS) | {f"d{i}": torch.zeros_like(x) for i, x in enumerate(inputs)}
+        return {"loss": loss_BS} | {f"d{i}": torch.zeros_like(x) for i, x in enumerate(inputs)}
     grads = gradients((loss_BS,), (normal(*loss_BS.shape),), inputs)
-    return dict(loss=loss_BS) | {f"d{i}": g for i, g in enumerate(grads)}
+    return {"loss": loss_BS} | {f"d{i}": g for i, g in enumerate(grads)}
 
 
 def assert_same(actual, expected, tolerance=TOLERANCE, **kwargs):
@@ -112,9 +112,7 @@ def test_indexer_loss(case):
     inputs, indices = case.indexer(torch.float32), case.indices()
     target = case.normal(case.B, case.S, case.topk).exp()
     target = target.masked_fill(target < 0.7, 0.0)
-    expected = loss(
-        definition.indexer_kl_loss, [x.double() for x in inputs], indices, target
-    )
+    expected = loss(definition.indexer_kl_loss, [x.double() for x in inputs], indices, target)
     *inputs, indices, target = on_device(*inputs, indices, target.float())
     actual = loss(indexer_kl_loss, inputs, indices, target, backend="triton")
     assert_same(actual, expected, floor=0.1)
@@ -141,9 +139,7 @@ def test_all_scores_tie():
     T, K = 70, 20  # ties over several blocks
     q, k, w = on_device(torch.zeros(1, 3, 2, 4), torch.zeros(1, T, 4), torch.ones(1, 3, 2))
     bounds = torch.tensor([[[0, T], [9, 60], [50, 60]]], dtype=torch.int32)
-    indices, _ = lightning_indexer(
-        q, k, w, topk=K, bounds=bounds.to(DEVICE), backend="triton"
-    )
+    indices, _ = lightning_indexer(q, k, w, topk=K, bounds=bounds.to(DEVICE), backend="triton")
     assert indices[0].tolist() == [
         list(range(20)), list(range(9, 29)), [*range(50, 60), *[-1] * 10]
     ]  # fmt: skip
@@ -319,9 +315,7 @@ def test_model_sizes(target, heads):
 
     def run(dtype, backend):
         tensors = leaves(*inputs, dtype=dtype)
-        result = dsa_attention(
-            *tensors, topk=K, scale=0.5, v_dim=V, bounds=bounds, backend=backend
-        )
+        result = dsa_attention(*tensors, topk=K, scale=0.5, v_dim=V, bounds=bounds, backend=backend)
         outputs = (result.out, result.lse, result.kl)
         grads = gradients(outputs, [normal(*x.shape) for x in outputs], tensors)
         named = zip(("dq", "dkv", "dq_index", "dk_index", "dw"), grads, strict=True)

@@ -39,7 +39,8 @@ from npu_dsa_kernels.backends.triton.kernels.sparse_attention_backward import (
 from npu_dsa_kernels.backends.triton.launch import Tiles, cdiv, find_tiles, launch, tiles, wide
 from npu_dsa_kernels.bounds import causal_bounds
 
-# B batch, S queries, T keys, H heads, D head dim, V value dim, K selected keys, n queries of a block
+# B batch, S queries, T keys, H heads, D head dim, V value dim, K selected keys
+# N = B * S queries in a row, n queries of a block
 
 # Bytes of a workspace: the indexer's has a row of T ranks for each query of a block, and where keys
 # are gathered first, the attention's has a row of a key for each slot of a block's queries.
@@ -52,7 +53,7 @@ _SLOTS = 128
 def lightning_indexer(
     q_BSHD: Tensor, k_BTD: Tensor, w_BSH: Tensor, bounds_BS2: Tensor | None, topk: int
 ) -> tuple[Tensor, Tensor]:
-    B, S, H, D = q_BSHD.shape
+    B, S, H, _ = q_BSHD.shape
     T, K, N = k_BTD.shape[1], topk, B * S
     indices_BSK = q_BSHD.new_empty(B, S, K, dtype=torch.int32)
     scores_BSK = q_BSHD.new_empty(B, S, K, dtype=torch.float32)
@@ -221,9 +222,7 @@ class _Keys:
     def scatter(self, rows: slice) -> None:
         """Add what a block's kernel left at its slots to the gradient of the keys."""
         if self.tile is not None:
-            self._launch(
-                scatter_kernel, rows, self.added, self.indices_NK[rows], self.gradient_BTD
-            )
+            self._launch(scatter_kernel, rows, self.added, self.indices_NK[rows], self.gradient_BTD)
 
     def _launch(self, kernel: Any, rows: slice, *tensors: Tensor) -> None:
         tile = tiles(kernel, self.kv_BTD, "kv")

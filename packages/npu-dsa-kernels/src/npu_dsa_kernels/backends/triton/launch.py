@@ -4,7 +4,7 @@ Operators call `launch`; what that runs is up to a launcher. `use` puts another 
 device's: the Ascend gate of the tests runs every kernel as the code it was lowered to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ _replacement: Launcher | None = None
 
 
 @contextmanager
-def use(launcher: Launcher) -> Iterator[None]:
+def use(launcher: Launcher) -> Generator[None]:
     """Run kernels with `launcher`, whatever the tensors' device."""
     global _replacement
     before, _replacement = _replacement, launcher
@@ -113,9 +113,7 @@ def tiles(kernel: Any, x: torch.Tensor, name: str) -> Tiles:
     return found
 
 
-def launch(
-    kernel: Any, work: int, *arguments: Any, tile: Tiles, **constants: Any
-) -> None:
+def launch(kernel: Any, work: int, *arguments: Any, tile: Tiles, **constants: Any) -> None:
     """Run `kernel` over `work` items, which its programs share.
 
     `arguments` are given at run time, `constants` at compilation.

@@ -52,7 +52,7 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "scatter_slots": {"ascend": {2: Tiles(32, 1), 4: Tiles(32, 1)}},
     "index_scores": {  # rows: all heads of a query, whatever their number
         "ascend": {2: Tiles(64, 256), 4: Tiles(64, 256)},
-        "cuda": {2: Tiles(64, 128, stages=2), 4: Tiles(64, 64)},
+        "cuda": {2: Tiles(64, 128, stages=2), 4: Tiles(64, 32, warps=8)},
         "interpreter": {4: Tiles(64, 32)},
     },
     "select_topk": {  # rows: keys packed at a time, columns: keys counted at a time
@@ -67,12 +67,12 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     },
     "indexer_kl_loss": {
         "ascend": {2: Tiles(64, 128), 4: Tiles(64, 128)},
-        "cuda": {2: Tiles(64, 64), 4: Tiles(64, 32)},
+        "cuda": {2: Tiles(64, 64), 4: Tiles(64, 32, warps=8)},
         "interpreter": {4: Tiles(64, 16)},
     },
     "indexer_kl_loss_backward": {
         "ascend": {2: Tiles(64, 64), 4: Tiles(64, 64)},
-        "cuda": {2: Tiles(64, 64, warps=8), 4: Tiles(64, 32, warps=8)},
+        "cuda": {2: Tiles(64, 64, warps=8), 4: Tiles(64, 16, warps=8)},
         "interpreter": {4: Tiles(64, 16)},
     },
     "rms_norm": {  # columns: elements of whole rows at a time, or one row; rows: of them at most

@@ -55,9 +55,7 @@ def attention_target(
         index_K, valid_K = load_indices(indices_row_ptr, slot_K, tl.maximum(spare, 0), T, K)
         kv_KV = key_rows(kv_row_ptr, index_K, slot_K, v_V, D, V_DIM, GATHERED)
         if R_DIM > 0:
-            kv_KR = key_rows(
-                    kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED
-                )
+            kv_KR = key_rows(kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED)
         target_K = tl.zeros((KEYS,), tl.float32)
         for first in range(0, heads, HEADS):
             h_H = first + tl.arange(0, HEADS)

@@ -72,7 +72,9 @@ def index_scores(
                 terms_HK = tl.where((h_H < heads)[:, None], terms_HK, 0.0)
             score_K = tl.sum(terms_HK, 0)
             inside_K = (key_K >= low) & (key_K < high)
-            tl.store(ranks_ptr + tl.cast(query, tl.int64) * T + key_K, rank_of(score_K), mask=inside_K)
+            tl.store(
+                ranks_ptr + tl.cast(query, tl.int64) * T + key_K, rank_of(score_K), mask=inside_K
+            )
 
 
 @triton.jit
@@ -119,7 +121,7 @@ def select_topk(
         low, high = visible_range(bounds_ptr, first + row, T)
         # The highest rank that K keys reach. HIDDEN, that all reach, if there are fewer.
         last = tl.full((), HIDDEN, tl.int32)
-        for step in range(0, tl.where(high - low > K, 32, 0)):
+        for step in range(tl.where(high - low > K, 32, 0)):
             higher = last + (tl.full((), 1, tl.int32) << (31 - step))
             enough = count_at_least(ranks_row_ptr, low, high, higher, BLOCK) >= K
             last = tl.where(enough, higher, last)

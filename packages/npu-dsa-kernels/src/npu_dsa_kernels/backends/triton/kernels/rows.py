@@ -101,7 +101,14 @@ def load_heads(
 
 @triton.jit
 def store_heads(
-    x_ptr, x_HC, head_H, heads, column_C, ROW: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr
+    x_ptr,
+    x_HC,
+    head_H,
+    heads,
+    column_C,
+    ROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALL: tl.constexpr,
 ):
     pointers_HC = x_ptr + head_H[:, None] * ROW + column_C[None, :]
     x_HC = x_HC.to(x_ptr.dtype.element_ty)

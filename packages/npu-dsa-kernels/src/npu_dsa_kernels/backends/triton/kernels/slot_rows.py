@@ -96,6 +96,4 @@ def scatter_slots(
             scatter_add_rows(dkv_batch_ptr, rows_KV, index_K, valid_K, v_V, D, V_DIM)
             if R_DIM > 0:
                 rows_KR = gather_rows(rows_query_ptr + V_DIM, slot_K, r_R, D, R_DIM)
-                scatter_add_rows(
-                    dkv_batch_ptr + V_DIM, rows_KR, index_K, valid_K, r_R, D, R_DIM
-                )
+                scatter_add_rows(dkv_batch_ptr + V_DIM, rows_KR, index_K, valid_K, r_R, D, R_DIM)

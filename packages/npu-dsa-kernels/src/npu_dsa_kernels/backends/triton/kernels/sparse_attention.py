@@ -65,9 +65,7 @@ def sparse_attention(
             kv_KV = key_rows(kv_row_ptr, index_K, slot_K, v_V, D, V_DIM, GATHERED)
             logits_HK = tl.dot(q_HV, tl.trans(kv_KV), input_precision="ieee")
             if R_DIM > 0:
-                kv_KR = key_rows(
-                    kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED
-                )
+                kv_KR = key_rows(kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED)
                 logits_HK += tl.dot(q_HR, tl.trans(kv_KR), input_precision="ieee")
             logits_HK = tl.where(valid_K[None, :], logits_HK * scale, -3.0e38)
             new_H = tl.maximum(peak_H, tl.max(logits_HK, 1))

@@ -78,9 +78,7 @@ def sparse_attention_backward(
             kv_KV = key_rows(kv_row_ptr, index_K, slot_K, v_V, D, V_DIM, GATHERED)
             logits_HK = tl.dot(q_HV, tl.trans(kv_KV), input_precision="ieee")
             if R_DIM > 0:
-                kv_KR = key_rows(
-                    kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED
-                )
+                kv_KR = key_rows(kv_row_ptr + V_DIM, index_K, slot_K, r_R, D, R_DIM, GATHERED)
                 logits_HK += tl.dot(q_HR, tl.trans(kv_KR), input_precision="ieee")
             p_HK = tl.where(valid_K[None, :], tl.exp(logits_HK * scale - lse_H[:, None]), 0.0)
             dp_HK = tl.dot(d_out_HV, tl.trans(kv_KV), input_precision="ieee")
@@ -89,9 +87,7 @@ def sparse_attention_backward(
             dq_HV += tl.dot(ds_HK, kv_KV, input_precision="ieee")
             dkv_KV = tl.dot(tl.trans(ds_HK), q_HV, input_precision="ieee")
             dkv_KV += tl.dot(tl.trans(p_HK), d_out_HV, input_precision="ieee")
-            add_key_rows(
-                dkv_row_ptr, dkv_KV, index_K, valid_K, slot_K, v_V, D, V_DIM, GATHERED
-            )
+            add_key_rows(dkv_row_ptr, dkv_KV, index_K, valid_K, slot_K, v_V, D, V_DIM, GATHERED)
             if R_DIM > 0:
                 dq_HR += tl.dot(ds_HK, kv_KR, input_precision="ieee")
                 dkv_KR = tl.dot(tl.trans(ds_HK), q_HR, input_precision="ieee")
