@@ -8,10 +8,10 @@ the device is, is ours.
 import contextlib
 import io
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,8 +50,6 @@ ARCHITECTURES = {
 }
 REGISTERS, WARPS, PROGRAMS = 64 * 1024, 64, 32
 """What a multiprocessor of any of them has: registers, and places for warps and programs."""
-PROGRAM_REGISTERS = 255
-"""The most that a thread can have."""
 
 
 class _Absent(DriverBase):
@@ -84,14 +82,9 @@ class _Absent(DriverBase):
         raise NotImplementedError("there is no device")
 
 
-@contextmanager
-def absent(capability: int) -> Iterator[None]:
-    """Let Triton compile for this compute capability."""
+def compile_for(capability: int) -> None:
+    """Let Triton, in this process, compile for a device of this compute capability."""
     driver.set_active(_Absent(capability))
-    try:
-        yield
-    finally:
-        driver.reset_active()
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,6 @@ class Launch:
     tiles: Tiles
     dtype: torch.dtype
     """By which its tiles were found."""
-    key: str
-    """The same for launches that run the same program."""
 
     @property
     def name(self) -> str:
@@ -123,8 +114,8 @@ class Recorder:
     programs = 4 * 132  # an H100's, as the backend has it there
 
     def __init__(self) -> None:
-        self._dtypes: dict[str, torch.dtype] = {}
-        self.launches: dict[str, Launch] = {}
+        self._found: dict[str, torch.dtype] = {}
+        self._launches: dict[Any, Launch] = {}
 
     @contextmanager
     def use(self, other_tiles: dict[str, Tiles] | None = None) -> Iterator[None]:
@@ -132,7 +123,7 @@ class Recorder:
         find = table.find
 
         def found(kernel: str, target: str, dtype: torch.dtype) -> Tiles | None:
-            self._dtypes[kernel] = dtype
+            self._found[kernel] = dtype
             return (other_tiles or {}).get(kernel) or find(kernel, target, dtype)
 
         with launch.use(self), mock.patch.object(table, "find", found):
@@ -146,16 +137,21 @@ class Recorder:
         constants: dict[str, Any],
         tiles: Tiles,
     ) -> None:
-        # Some kernels are started with the tiles of another one, with which they share a table.
-        dtype = self._dtypes.get(kernel.__name__) or next(iter(self._dtypes.values()))
-        make = partial(Launch, kernel, arguments, constants, tiles, dtype)
-        key = f"{kernel.__name__} {_key(make(key=''))}"
-        self.launches.setdefault(key, make(key=key))
+        # Two kernels share the tiles that were looked up for one of them.
+        first = next(x for x in arguments if isinstance(x, torch.Tensor))
+        dtype = self._found.get(kernel.__name__, first.dtype)
+        one = Launch(kernel, arguments, constants, tiles, dtype)
+        self._launches.setdefault((kernel.__name__, dtype, tiles, _key(one)), one)
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The first of all that are the same program, for the same entry of the table."""
+        return list(self._launches.values())
 
 
 def _key(one: Launch) -> str:
     """Triton's own, asked for where compiling would start, which it then does not."""
-    keys = []
+    keys: list[str] = []
 
     def stop(*, key: Any, **_: Any) -> bool:
         keys.append(str(key))
@@ -203,7 +199,7 @@ class Rejected(Exception):
 
 
 def compile_launch(one: Launch, folder: Path) -> Compiled:
-    """Compile for what `absent` says. `folder` keeps what Triton makes of it.
+    """Compile for the device that `compile_for` was told of. `folder` keeps what Triton makes of it.
 
     Raises:
         Rejected: the assembler did not take it.
@@ -211,7 +207,7 @@ def compile_launch(one: Launch, folder: Path) -> Compiled:
     """
     said = io.StringIO()
     with knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
-        knobs.cache.dir = str(folder)
+        knobs.cache.dir = tempfile.mkdtemp(dir=folder)  # what is found there says nothing
         knobs.nvidia.dump_ptxas_log = True
         try:
             program = _compile(one)
