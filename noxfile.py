@@ -95,6 +95,9 @@ if importlib.util.find_spec("torch"):
 """
 # triton-ascend uses pybind11 without declaring it, and numpy's functions of before 2.4.
 ASCEND = ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11>=2.13", "numpy<2.4")
+# Whose compiler and assembler the figures of the session `cuda` are of.
+TRITON = "triton==3.8.0"
+HAS_CUDA = "import torch; print('yes' if torch.cuda.is_available() else '')"
 OWNS_TRITON = """
 import importlib.metadata
 owners = importlib.metadata.packages_distributions()["triton"]
@@ -270,6 +273,29 @@ def ascend(session: nox.Session) -> None:
     session.run("python", "-c", OWNS_TRITON, env=environment)
     session.run("pytest", "--installed-only", "-n", "2", str(gate), env=environment)
     command = ["python", str(gate / "session.py"), "--docs", "docs", *session.posargs]
+    session.run(*command, env=environment)
+
+
+@nox.session
+def cuda(session: nox.Session) -> None:
+    """Compile the Triton kernels for CUDA, without a device; run them where there is one."""
+    package = PACKAGES["npu-dsa-kernels"]
+    tests = (package.folder / "tests").relative_to(ROOT)
+    _install(session, [package], TRITON, extra="test")
+    environment = {
+        "NPU_DSA_CUDA_SESSION": "1",
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": str(package.folder / "tests"),
+        "OMP_NUM_THREADS": "1",
+    }
+    pytest = ["pytest", "--installed-only"]
+    if str(session.run("python", "-c", HAS_CUDA, silent=True)).strip():
+        on_device = [str(path) for path in sorted(Path(tests).glob("test_triton_*.py"))]
+        session.run(*pytest, *on_device, env=environment)
+    else:
+        session.log("There is no CUDA device: kernels are compiled, and not run.")
+    session.run(*pytest, "-n", "2", str(tests / "cuda"), env=environment)
+    command = ["python", str(tests / "cuda" / "session.py"), "--docs", "docs", *session.posargs]
     session.run(*command, env=environment)
 
 
