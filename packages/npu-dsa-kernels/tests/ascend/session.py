@@ -126,10 +126,10 @@ class Row:
     def planned(self, name: str) -> int:
         return max((getattr(x, name) for x in self.compiled.values()), default=0)
 
-    def element_loops(self) -> int:
-        """Of the program that needs most: that of a real width, not of one that is padded."""
-        sizes = {key: x.ub_bytes + x.l1_bytes for key, x in self.compiled.items()}
-        return self.variants[max(sizes, key=sizes.__getitem__)].element_loops if sizes else 0
+    def largest(self) -> str | None:
+        """Key of the program that needs most: that of a real width, not of one that is padded."""
+        sizes = {key: (x.l1_bytes, x.ub_bytes) for key, x in self.compiled.items()}
+        return max(sizes, key=sizes.__getitem__, default=None)
 
 
 @dataclass
@@ -238,7 +238,7 @@ def lines(report: Report) -> list[list[str]]:
     for row in sorted(
         report.rows.values(), key=lambda x: (x.launch.kernel, x.launch.dtype, x.launch.rows)
     ):
-        one, compiled = row.launch, row.compiled.values()
+        one, largest = row.launch, row.largest()
         out.append(
             [
                 one.kernel,
@@ -248,10 +248,10 @@ def lines(report: Report) -> list[list[str]]:
                 "yes" if row.executed else "no",
                 f"{row.error:.0e}" if row.executed else "-",
                 *(f"{row.planned(x):,}" for x in ("ub_bytes", "l1_bytes", "l0c_bytes")),
-                ", ".join(sorted({x.cores for x in compiled})),
-                str(row.element_loops()),
-                ", ".join(sorted({y for x in compiled for y in x.retried})),
-                "yes" if len(compiled) == len(row.variants) else "no",
+                row.compiled[largest].cores if largest else "",
+                str(row.variants[largest].element_loops) if largest else "",
+                ", ".join(row.compiled[largest].retried) if largest else "",
+                "yes" if len(row.compiled) == len(row.variants) else "no",
             ]
         )
     return out
@@ -310,7 +310,8 @@ def _write(page: Path, report: Report, check: bool) -> list[str]:
     blocks = {"table": markdown(lines(report)), "known": markdown(known_lines())}
     before = page.read_text("utf-8")
     after = BLOCK.sub(lambda found: found[1] + blocks[found["name"]] + found[3], before)
-    record = json.dumps(recorded(report), indent=1, sort_keys=True) + "\n"
+    programs = ",\n".join(json.dumps(x, sort_keys=True) for x in recorded(report))
+    record = f"[\n{programs}\n]\n"
     old = RECORD.read_text("utf-8") if RECORD.exists() else ""
     if not check:
         page.write_text(after, "utf-8")
