@@ -294,54 +294,72 @@ class _Tiles:
         kernel[(programs,)](*arguments, **constants)
 
 
-DSA_KERNELS = {
-    "sparse_attention", "sparse_attention_backward", "attention_target", "index_scores",
-    "select_topk", "order_topk", "indexer_kl_loss", "indexer_kl_loss_backward",
+ATTENTION_KERNELS = {"sparse_attention", "sparse_attention_backward", "attention_target"}
+GATHERING_KERNELS = {"gather_slots", "scatter_slots"}
+INDEXER_KERNELS = {
+    "index_scores", "select_topk", "order_topk", "indexer_kl_loss", "indexer_kl_loss_backward",
 }  # fmt: skip
 
+elsewhere = pytest.mark.skipif(DEVICE != "cpu", reason="the tiles of one device fit no other")
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a device's own tiles fit it; these may not")
+
+@elsewhere
 @pytest.mark.parametrize(
     ("target", "heads"),
     [("ascend", 128), ("ascend", 64), ("ascend", 32), ("ascend", 16), ("cuda", 64)],
 )
-def test_model_sizes(target, heads):
-    """DeepSeek-V3.2's widths, and its heads under TP 1 to 8: D 576 of 512, K 2048 of 8192."""
-    S, T, K, D, V, Hi, Di = 1, 8192, 2048, 576, 512, 64, 128
-    q, kv = D**-0.25 * normal(1, S, heads, D, seed=heads), D**-0.25 * normal(1, T, D)
-    q_index, k_index = Di**-0.5 * normal(1, S, Hi, Di), normal(1, T, Di)
-    inputs = [x.float() for x in (q, kv, q_index, k_index, normal(1, S, Hi))]
-    bounds = torch.tensor([[[1, T]]], dtype=torch.int32)
-
-    def run(dtype, backend):
-        tensors = leaves(*inputs, dtype=dtype)
-        result = dsa_attention(*tensors, topk=K, scale=0.5, v_dim=V, bounds=bounds, backend=backend)
-        outputs = (result.out, result.lse, result.kl)
-        grads = gradients(outputs, [normal(*x.shape) for x in outputs], tensors)
-        named = zip(("dq", "dkv", "dq_index", "dk_index", "dw"), grads, strict=True)
-        return result.indices, dict(out=result.out, lse=result.lse, kl=result.kl, **dict(named))
-
+def test_attention_of_model_size(target, heads):
+    """DeepSeek-V3.2's widths, and its heads under TP 1 to 8: D 576 of 512, K 2048 of T 8192."""
+    T, K, D, V = 8192, 2048, 576, 512
+    q, kv = D**-0.25 * normal(1, 1, heads, D), D**-0.25 * normal(1, T, D)
+    indices = torch.rand(1, 1, T, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    indices = indices[..., :K].int()
+    indices[..., 100:103] = -1
+    expected = attention(sparse_attention, q, kv, indices, V, backend="reference")
+    target_BSK = attention_target(q, kv, indices, expected["lse"], scale=0.4, backend="reference")
     launcher = _Tiles(target)
     with launch.use(launcher):
-        indices, actual = run(torch.float32, "triton")
-    first = {"gather_slots", "scatter_slots"} if target == "ascend" else set()
-    assert set(launcher.launched) == DSA_KERNELS | first
-    expected_indices, expected = run(torch.float64, "reference")
-    # fp32 scores of one order: the same keys, unless two of 8192 lie closer than they round.
-    assert torch.equal(indices, expected_indices)
-    assert (indices[0, 0] >= 0).all()
-    assert_same(actual, expected, floor=1e-2)
+        actual = attention(sparse_attention, q.float(), kv.float(), indices, V, backend="triton")
+        summed = attention_target(
+            q.float(), kv.float(), indices, actual["lse"], scale=0.4, backend="triton"
+        )
+    first = GATHERING_KERNELS if target == "ascend" else set()
+    assert set(launcher.launched) == ATTENTION_KERNELS | first
+    assert_same(actual, expected)
+    assert_close(summed, target_BSK, TOLERANCE)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a device's own tiles fit it; these may not")
+@elsewhere
 @pytest.mark.parametrize("target", ["ascend", "cuda"])
-def test_topk_of_the_longest_row(target):
+def test_indexer_of_model_size(target):
+    """DeepSeek-V3.2's 64 heads of 128, K 2048 of T 8192."""
+    T, K, H, D = 8192, 2048, 64, 128
+    inputs = [D**-0.5 * normal(1, 1, H, D), normal(1, T, D), normal(1, 1, H)]
+    bounds = torch.tensor([[[1, T - 2]]], dtype=torch.int32)
+    indices, _ = lightning_indexer(*inputs, topk=K, bounds=bounds, backend="reference")
+    mass = normal(1, 1, K).exp()
+    expected = loss(indexer_kl_loss, inputs, indices, mass, backend="reference")
+    inputs = [x.float() for x in inputs]
+    launcher = _Tiles(target)
+    with launch.use(launcher):
+        best, scores = lightning_indexer(*inputs, topk=K, bounds=bounds, backend="triton")
+        actual = loss(indexer_kl_loss, inputs, best, mass.float(), backend="triton")
+        known = indexer_kl_loss(*inputs, best, mass.float(), scores=scores, backend="triton")
+    assert set(launcher.launched) == INDEXER_KERNELS
+    # The same keys as in float64, unless two of 8192 scores lie closer than float32 rounds.
+    assert torch.equal(best, indices)
+    assert_same(actual, expected, floor=1e-2)
+    assert_close(known, expected["loss"], TOLERANCE)
+
+
+@elsewhere
+def test_topk_of_the_longest_row():
     T, K = 32768, 2048
     q = torch.ones(1, 1, 1, 16)
     k = normal(1, T, 16).mul(50).round().float()  # many ties
     w = torch.ones(1, 1, 1)
     bounds = torch.tensor([[[7, T - 5]]], dtype=torch.int32)
-    with launch.use(_Tiles(target)):
+    with launch.use(_Tiles("ascend")):
         indices, scores = lightning_indexer(q, k, w, topk=K, bounds=bounds, backend="triton")
     expected = lightning_indexer(q, k, w, topk=K, bounds=bounds, backend="reference")
     assert torch.equal(indices, expected[0])
@@ -352,8 +370,8 @@ def test_topk_of_the_longest_row(target):
 def test_every_kernel_has_tiles_for_every_target():
     names = {target: {kernel for kernel, _, _ in tiles.entries(target)} for target in
              ("ascend", "cuda", "interpreter")}  # fmt: skip
-    assert names["cuda"] == names["interpreter"] >= DSA_KERNELS
-    assert names["ascend"] == names["cuda"] | {"gather_slots", "scatter_slots"}
+    assert names["cuda"] == names["interpreter"] >= ATTENTION_KERNELS | INDEXER_KERNELS
+    assert names["ascend"] == names["cuda"] | GATHERING_KERNELS
 
 
 # --- what it does not take -----------------------------------------------------------------------
