@@ -439,6 +439,34 @@ def test_operators_without_a_kernel():
         swiglu(torch.randn(3, 8, device=DEVICE), backend="triton")
 
 
+def test_more_keys_than_32_bits_count():
+    T, D = 2**22, 576
+    kv = torch.zeros(1, device=DEVICE).expand(1, T, D)
+    q, indices = torch.zeros(1, 1, 1, D, device=DEVICE), torch.zeros(1, 1, 1, device=DEVICE).int()
+    message = rf"kv: got T={T}, D={D}; backend 'triton' takes T \* D <= 2147483647; backend='torch'"
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(q, kv, indices, scale=1.0, v_dim=512, backend="triton")
+    with pytest.raises(ValueError, match=f"k_index: got T={T}, D={D}; backend 'triton' takes"):
+        lightning_indexer(
+            q, kv, q[..., 0], topk=1, bounds=indices.expand(1, 1, 2), backend="triton"
+        )
+
+
+def test_deterministic_algorithms_are_heeded():
+    on_a_device = torch.empty(0, device="meta")
+    dsa._sums_in_no_order("sparse_attention", on_a_device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        dsa._sums_in_no_order("sparse_attention", torch.empty(0))  # the interpreter has one order
+        with pytest.raises(RuntimeError, match=r"^sparse_attention: .* use backend='torch'$"):
+            dsa._sums_in_no_order("sparse_attention", on_a_device)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="in no fixed order"):
+            dsa._sums_in_no_order("sparse_attention", on_a_device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_bounds_of_packed_documents():
     position = torch.cat([torch.arange(5), torch.arange(11)]).expand(2, 16)
     inputs = PACKED.indexer(torch.float32)

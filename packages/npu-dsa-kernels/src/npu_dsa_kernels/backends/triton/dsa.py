@@ -4,12 +4,14 @@ Gradients of keys are sums over all queries, taken in fp32 in no fixed order whe
 the same time: they differ in the last bits from run to run. All else is the same on every run.
 """
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from npu_dsa_kernels import checks
 from npu_dsa_kernels.backends.triton.kernels.attention_target import (
     attention_target as target_kernel,
 )
@@ -59,7 +61,7 @@ def lightning_indexer(
     scores_BSK = q_BSHD.new_empty(B, S, K, dtype=torch.float32)
     if N == 0:
         return indices_BSK, scores_BSK
-    tile, constants = _indexer(scores_kernel, q_BSHD)
+    tile, constants = _indexer(scores_kernel, q_BSHD, k_BTD)
     select_tile = tiles(select_kernel, q_BSHD, "q_index")
     order_tile = tiles(order_kernel, q_BSHD, "q_index")
     if bounds_BS2 is None:
@@ -140,6 +142,7 @@ def sparse_attention_backward(
     lse_BSH: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    _sums_in_no_order("sparse_attention", q_BSHD)
     dq_BSHD = q_BSHD.new_empty(q_BSHD.shape)
     keys = _Keys(kv_BTD, indices_BSK, out_BSHV.shape[3], with_gradient=True)
     d_out_NHV, d_lse_NH, q_NHD = _rows(d_out_BSHV), _rows(d_lse_BSH), _rows(q_BSHD)
@@ -187,6 +190,7 @@ class _Keys:
     def __init__(
         self, kv_BTD: Tensor, indices_BSK: Tensor, v_dim: int, *, with_gradient: bool = False
     ) -> None:
+        _check_offsets("kv", kv_BTD)
         self.kv_BTD, self.indices_NK = kv_BTD.contiguous(), _rows(indices_BSK)
         (_, T, D), (N, K), S = kv_BTD.shape, self.indices_NK.shape, indices_BSK.shape[1]
         self.widths = {
@@ -241,7 +245,7 @@ def indexer_kl_loss(
 ) -> Tensor:
     B, S, H, _ = q_BSHD.shape
     T, K = k_BTD.shape[1], indices_BSK.shape[2]
-    tile, constants = _indexer(loss_kernel, q_BSHD)
+    tile, constants = _indexer(loss_kernel, q_BSHD, k_BTD)
     loss_BS = q_BSHD.new_empty(B, S, dtype=torch.float32)
     q, k, w, indices, target = _contiguous(q_BSHD, k_BTD, w_BSH, indices_BSK, target_BSK)
     have_scores = scores_BSK is not None
@@ -261,7 +265,8 @@ def indexer_kl_loss_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, S, H, _ = q_BSHD.shape
     T, K = k_BTD.shape[1], indices_BSK.shape[2]
-    tile, constants = _indexer(loss_backward_kernel, q_BSHD)
+    _sums_in_no_order("indexer_kl_loss", q_BSHD)
+    tile, constants = _indexer(loss_backward_kernel, q_BSHD, k_BTD)
     dq_BSHD, dw_BSH = q_BSHD.new_empty(q_BSHD.shape), w_BSH.new_empty(w_BSH.shape)
     dk_BTD = k_BTD.new_zeros(k_BTD.shape, dtype=torch.float32)
     d_loss, q, k, w = _contiguous(d_loss_BS, q_BSHD, k_BTD, w_BSH)
@@ -269,6 +274,19 @@ def indexer_kl_loss_backward(
     launch(loss_backward_kernel, B * S, d_loss, q, k, w, indices, target, dq_BSHD, dk_BTD, dw_BSH,
            B * S, S, T, K, H, tile=tile, **constants)  # fmt: skip
     return dq_BSHD, dk_BTD.to(k_BTD.dtype), dw_BSH
+
+
+def _sums_in_no_order(operator: str, x: Tensor) -> None:
+    """Heed torch.use_deterministic_algorithms as torch's own operators do."""
+    if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return
+    message = (
+        f"{operator}: the backward of backend 'triton' adds up the gradients of keys in no fixed "
+        "order, and torch.use_deterministic_algorithms(True) is on; use backend='torch'"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(message)
+    warnings.warn(message, stacklevel=2)
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -293,8 +311,17 @@ def _heads(kernel: Any, q_NHD: Tensor, keys: _Keys) -> tuple[Tiles, dict[str, An
     }
 
 
-def _indexer(kernel: Any, q_BSHD: Tensor) -> tuple[Tiles, dict[str, Any]]:
+def _check_offsets(name: str, x_BTD: Tensor) -> None:
+    """Within a row of the batch, kernels count in 32 bits."""
+    T, D = x_BTD.shape[1:]
+    if T * D > checks.INT32_MAX:
+        want = f"backend 'triton' takes T * D <= {checks.INT32_MAX}; backend='torch' takes more"
+        raise checks.bad(name, f"T={T}, D={D}", want)
+
+
+def _indexer(kernel: Any, q_BSHD: Tensor, k_BTD: Tensor) -> tuple[Tiles, dict[str, Any]]:
     """Tiles and constants of a kernel over the indexer's heads, which it takes all at once."""
+    _check_offsets("k_index", k_BTD)
     tile = tiles(kernel, q_BSHD, "q_index")
     H, D = q_BSHD.shape[2:]
     return tile, {

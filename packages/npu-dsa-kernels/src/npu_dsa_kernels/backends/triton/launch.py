@@ -53,21 +53,27 @@ class _Cuda:
     target = "cuda"
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(self, kernel, programs, arguments, constants, tiles) -> None:
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        kernel[(programs,)](*arguments, **constants, **options)
+        with torch.cuda.device(self.device):  # Triton starts kernels on the current one
+            kernel[(programs,)](*arguments, **constants, **options)
 
 
 class _Ascend:
-    """Atlas A3: a program for each of a die's cube cores, which brings two vector cores along."""
+    """Atlas A3: as many programs as a die has vector cores; those with products take two turns."""
 
     target = "ascend"
-    programs = 24
+    programs = 48
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def __call__(self, kernel, programs, arguments, constants, tiles) -> None:
-        kernel[(programs,)](*arguments, **constants)
+        with torch.get_device_module("npu").device(self.device):
+            kernel[(programs,)](*arguments, **constants)
 
 
 _replacement: Launcher | None = None
@@ -90,7 +96,7 @@ def launcher(device: torch.device) -> Launcher:
         return _replacement
     if device.type == "cuda":
         return _Cuda(device)
-    return _Ascend() if device.type == "npu" else _Interpreter()
+    return _Ascend(device) if device.type == "npu" else _Interpreter()
 
 
 def find_tiles(kernel: Any, x: torch.Tensor) -> Tiles | None:

@@ -20,7 +20,7 @@ NAN = tl.constexpr(0x7FC00000)
 LOW_BITS = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "queries"])
 def rank_of(score):
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score != score, NAN, bits ^ ((bits >> 31) & LOW_BITS))
@@ -77,7 +77,7 @@ def index_scores(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "queries"])
 def count_at_least(ranks_ptr, low, high, rank, BLOCK: tl.constexpr):
     """How many of ranks[low:high] are at or above `rank`."""
     count = tl.full((), 0, tl.int32)
@@ -152,7 +152,7 @@ def select_topk(
         tl.store(counts_ptr + row, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "work"])
 def order_topk(
     best_ptr,  # int32 [queries, 2, K]
     counts_ptr,  # int32 [queries]

@@ -18,7 +18,7 @@ from npu_dsa_kernels.backends.triton.kernels.rows import (
 # of two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "work"])
 def gather_slots(
     kv_ptr,  # [N / S, T, V_DIM + R_DIM]
     indices_ptr,  # int32 [queries, K]
@@ -63,7 +63,7 @@ def gather_slots(
                     tl.store(rows_query_ptr + at_KR, kv_KR, mask=(r_R < R_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "work"])
 def scatter_slots(
     rows_ptr,  # fp32 [queries, slots, V_DIM + R_DIM]
     indices_ptr,  # int32 [queries, K]

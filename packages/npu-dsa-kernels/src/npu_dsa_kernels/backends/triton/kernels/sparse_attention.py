@@ -15,7 +15,7 @@ from npu_dsa_kernels.backends.triton.kernels.rows import (
 # as wide as powers of two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["work"])
 def sparse_attention(
     q_ptr,  # [N, heads, V_DIM + R_DIM]
     kv_ptr,  # [N / S, T, V_DIM + R_DIM], or the keys of each slot: [N, slots, V_DIM + R_DIM]

@@ -16,7 +16,7 @@ from npu_dsa_kernels.backends.triton.kernels.rows import (
 # as wide as powers of two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["work"])
 def sparse_attention_backward(
     d_out_ptr,  # [N, heads, V_DIM]
     d_lse_ptr,  # fp32 [N, heads]
