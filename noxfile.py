@@ -348,7 +348,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def benchmarks(session: nox.Session) -> None:
-    """Time and memory next to peers: `-- dsa`, `-- base`, `-- step`. A model: `-- pipeline`."""
+    """Time and memory next to peers: `-- dsa`, `base`, `step`, `sparse-mla`. Model: `pipeline`."""
     _install(session, [PACKAGES["titan-npu-train"]], *GROUPS["benchmarks"])
     session.run("python", "-m", "benchmarks", *(session.posargs or ["--help"]))
 

@@ -12,7 +12,10 @@ import torch
 
 import npu_dsa_kernels
 
-PEERS = ("torch", "torchtitan", "megatron-core", "npu-dsa-kernels", "titan-npu-train", "torch-npu")
+PEERS = (
+    *("torch", "triton", "torchtitan", "megatron-core", "npu-dsa-kernels", "titan-npu-train"),
+    *("torch-npu", "tilelang", "sgl-flash-mla", "flash-mla"),
+)
 # Load average at the start above which others are at work.
 QUIET = 0.5
 

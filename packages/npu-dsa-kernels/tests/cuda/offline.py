@@ -199,7 +199,9 @@ class Rejected(Exception):
 
 
 def compile_launch(one: Launch, folder: Path) -> Compiled:
-    """Compile for the device that `compile_for` was told of. `folder` keeps what Triton makes of it.
+    """Compile for the device that `compile_for` was told of.
+
+    `folder` keeps what Triton makes of it.
 
     Raises:
         Rejected: the assembler did not take it.
@@ -232,7 +234,9 @@ def _figure(pattern: str, log: str) -> int:
     return int(found[0])
 
 
-_PRODUCT = re.compile(r"= (tt\.dot|ttng\.warp_group_dot) .*-> tensor<[^#]*#(\w+)>|(ttng\.tc_gen5_mma)")
+_PRODUCT = re.compile(
+    r"= (tt\.dot|ttng\.warp_group_dot) .*-> tensor<[^#]*#(\w+)>|(ttng\.tc_gen5_mma)"
+)
 
 
 def products(ttgir: str) -> tuple[str, ...]:

@@ -138,8 +138,10 @@ def lines(report: Report) -> list[list[str]]:
         products = sorted({product for x in compiled for product in x.products})
         cells = [name, name_of(dtype), f"{tiles.rows} x {tiles.columns}", str(tiles.warps),
                  str(tiles.stages), str(len(compiled)), " + ".join(products)]  # fmt: skip
-        for figure in ("shared_bytes", "registers", "spilled_bytes"):
-            cells.append(f"{max((getattr(x, figure) for x in compiled), default=0):,}")
+        cells += [
+            f"{max((getattr(x, figure) for x in compiled), default=0):,}"
+            for figure in ("shared_bytes", "registers", "spilled_bytes")
+        ]
         programs = (x.programs(report.architecture) for x in compiled)
         out.append([*cells, str(min(programs, default=0))])
     return out

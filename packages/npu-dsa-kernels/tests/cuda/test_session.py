@@ -1,4 +1,4 @@
-"""The session fails what it is there to fail. (That it passes the kernels is the session itself.)"""
+"""The session fails what it is there to fail. (That it passes the kernels is the session.)"""
 
 from pathlib import Path
 from typing import Any
