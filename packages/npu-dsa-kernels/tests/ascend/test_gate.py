@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -270,16 +271,36 @@ def test_tiles_that_no_case_reaches_are_named(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_a_known_failure_that_passes_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_failure_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = case("rms_norm", "33 x 512")
     tiles = table.find("rms_norm", gate.TARGET, FP32)
     assert tiles is not None
-    known = Known("rms_norm", one.inputs, "float32", "rms_norm", tiles, "overflow", "none")
-    monkeypatch.setattr(session, "KNOWN", (known,))
-    (said,) = session.check_known(tmp_path, lambda text: None)
-    assert "passes now" in said
+    fits = Known("rms_norm", one.inputs, "float32", "rms_norm", tiles, "ub overflow", "none")
+    fails = dataclasses.replace(fits, tiles=Tiles(64, 4 * tiles.columns))
+    otherwise = dataclasses.replace(fails, message="cc overflow")
+    monkeypatch.setattr(session, "KNOWN", (fits, fails, otherwise))
+    messages, complaints = session.try_known(tmp_path, lambda text: None)
+    assert [bool(re.match(r"ub overflow, requires \d+ bits", x)) for x in messages.values()] == [
+        False, True, False
+    ]  # fmt: skip
+    passes, differs = sorted(complaints, key=len)
+    assert "passes now" in passes
+    assert "fails otherwise" in differs
+
+
+def test_a_page_out_of_date_fails_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "RECORD", tmp_path / "recorded.json")
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- generated:ascend-gate-table -->\n<!-- /generated -->\nb\n")
+
+    def write(off: str, bytes_: str, check: bool) -> list[str]:
+        blocks = {"table": f"| {off} | {bytes_} |\n"}
+        return session._write(page, blocks, [{"ub_bytes": bytes_}], check)
+
+    assert write("3e-07", "1,024", check=False) == []
+    assert "| 3e-07 | 1,024 |" in page.read_text()
+    assert write("4e-07", "1,024", check=True) == []  # another host's arithmetic
+    assert len(write("3e-07", "1,056", check=True)) == 2
 
 
 def test_missing_programs_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
