@@ -160,6 +160,14 @@ def _install_cpu_torch(session: nox.Session) -> None:
         )
 
 
+def _pip_install(session: nox.Session, package: Package, *others: str) -> None:
+    """A package's wheel with its tests' requirements, and `others`, by pip."""
+    wheel = _wheel(session, package)
+    session.install(*others, f"{package.name}[test] @ {wheel.as_uri()}")
+    # In an environment used again, pip leaves the same version alone, whatever the wheel has now.
+    session.install("--force-reinstall", "--no-deps", str(wheel))
+
+
 def _pytest(session: nox.Session, folder: Path, arguments: list[str]) -> None:
     """Run a folder's tests: two workers, then those that start their own ranks, one at a time."""
     if not any(folder.rglob("test_*.py")):
@@ -239,9 +247,7 @@ def contract(session: nox.Session) -> None:
     """Call torch_npu's real operators, without an NPU: schemas, shapes, gradients, limits."""
     package = PACKAGES["npu-dsa-kernels"]
     _install_cpu_torch(session)
-    session.install(
-        f"torch-npu=={TORCH_NPU}", f"{package.name}[test] @ {_wheel(session, package).as_uri()}"
-    )
+    _pip_install(session, package, f"torch-npu=={TORCH_NPU}")
     tests = (package.folder / "tests" / "contract").relative_to(ROOT)
     stand_ins = str(Path(session.create_tmp()).absolute() / "stand-ins")
     session.run("python", str(tests / "standin" / "build.py"), stand_ins)
@@ -262,8 +268,7 @@ def ascend(session: nox.Session) -> None:
     gate = (tests / "ascend").relative_to(ROOT)
     session.run("python", str(gate / "host_tools.py"))
     _install_cpu_torch(session)
-    wheel = f"{package.name}[test] @ {_wheel(session, package).as_uri()}"
-    session.install(*ASCEND, wheel)
+    _pip_install(session, package, *ASCEND)
     environment = {
         "NPU_DSA_ASCEND_GATE": "1",
         "TRITON_INTERPRET": "0",
