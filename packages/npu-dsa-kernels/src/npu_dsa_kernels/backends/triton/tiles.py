@@ -20,7 +20,8 @@ class Tiles:
     warps: int = 4
     """CUDA: warps of a program."""
     stages: int = 1
-    """CUDA: loads in flight in a loop."""
+    """CUDA: steps of a loop at once, to have loads in flight. A gather takes two of them for one,
+    since its indices are loads, too."""
 
 
 # Rows: slots of a block, which both kernels must see alike; columns: experts.
@@ -34,17 +35,17 @@ _SLOTS = {
 _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "sparse_attention": {
         "ascend": {2: Tiles(32, 128), 4: Tiles(32, 64)},
-        "cuda": {2: Tiles(64, 64, warps=8, stages=2), 4: Tiles(16, 16, warps=8)},
+        "cuda": {2: Tiles(64, 64, warps=8, stages=3), 4: Tiles(16, 16, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
     "sparse_attention_backward": {
         "ascend": {2: Tiles(16, 32), 4: Tiles(16, 32)},
-        "cuda": {2: Tiles(32, 32, warps=8), 4: Tiles(16, 16, warps=8)},
+        "cuda": {2: Tiles(32, 32, warps=8, stages=5), 4: Tiles(16, 16, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
     "attention_target": {
         "ascend": {2: Tiles(128, 128), 4: Tiles(64, 64)},
-        "cuda": {2: Tiles(64, 64, warps=8), 4: Tiles(16, 32, warps=8)},
+        "cuda": {2: Tiles(64, 64, warps=8, stages=2), 4: Tiles(16, 32, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
     # Rows: slots. Where these have tiles, the attention reads keys that were gathered before.
@@ -67,12 +68,12 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     },
     "indexer_kl_loss": {
         "ascend": {2: Tiles(64, 128), 4: Tiles(64, 128)},
-        "cuda": {2: Tiles(64, 64), 4: Tiles(64, 32, warps=8)},
+        "cuda": {2: Tiles(64, 64, stages=3), 4: Tiles(64, 32, warps=8)},
         "interpreter": {4: Tiles(64, 16)},
     },
     "indexer_kl_loss_backward": {
         "ascend": {2: Tiles(64, 64), 4: Tiles(64, 64)},
-        "cuda": {2: Tiles(64, 64, warps=8), 4: Tiles(64, 16, warps=8)},
+        "cuda": {2: Tiles(64, 64, stages=3), 4: Tiles(64, 16, warps=8)},
         "interpreter": {4: Tiles(64, 16)},
     },
     "rms_norm": {  # columns: elements of whole rows at a time, or one row; rows: of them at most
