@@ -2,8 +2,9 @@
 
 The limits behind the numbers, per core: Ascend A3 has 192 KB of unified buffer for the vector cores
 and 128 KB of L0C for products; the `ascend` session records what every entry takes of them, and
-that twice the rows does not fit. CUDA's are 227 KB of shared memory and 64 K registers. The
-interpreter has no limits; its small tiles make small inputs cross their borders.
+that twice the rows does not fit. CUDA's are those of sm_90, 227 KB of shared memory a program and
+64 K registers; the `cuda` session records what is taken of them. The interpreter has no limits; its
+small tiles make small inputs cross their borders.
 """
 
 from dataclasses import dataclass
