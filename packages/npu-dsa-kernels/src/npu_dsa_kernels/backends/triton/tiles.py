@@ -2,9 +2,9 @@
 
 The limits behind the numbers, per core: Ascend A3 has 192 KB of unified buffer for the vector cores
 and 128 KB of L0C for products; the `ascend` session records what every entry takes of them, and
-that twice the rows does not fit. CUDA's are those of sm_90, 227 KB of shared memory a program and
-64 K registers; the `cuda` session records what is taken of them. The interpreter has no limits; its
-small tiles make small inputs cross their borders.
+tries the next larger tiles of the attention. CUDA's are those of sm_90, 227 KB of shared memory a
+program and 64 K registers; the `cuda` session records what is taken of them. The interpreter has no
+limits; its small tiles make small inputs cross their borders.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     },
     "sparse_attention_backward": {
         "ascend": {2: Tiles(16, 32), 4: Tiles(16, 32)},
-        "cuda": {2: Tiles(32, 32, warps=8, stages=5), 4: Tiles(16, 16, warps=8)},
+        "cuda": {2: Tiles(64, 32, warps=8), 4: Tiles(16, 16, warps=8)},
         "interpreter": {4: Tiles(16, 16)},
     },
     "attention_target": {

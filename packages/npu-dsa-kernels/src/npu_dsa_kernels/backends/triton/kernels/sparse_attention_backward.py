@@ -85,12 +85,15 @@ def sparse_attention_backward(
             ds_HK = (p_HK * (dp_HK - delta_H[:, None]) * scale).to(kv_KV.dtype)
             p_HK = p_HK.to(kv_KV.dtype)
             dq_HV += tl.dot(ds_HK, kv_KV, input_precision="ieee")
-            dkv_KV = tl.dot(tl.trans(ds_HK), q_HV, input_precision="ieee")
-            dkv_KV += tl.dot(tl.trans(p_HK), d_out_HV, input_precision="ieee")
+            # Transposed, the wide operand is the one on the left: on CUDA it stays where it is, and
+            # a tile of 64 heads fits into shared memory.
+            dkv_VK = tl.dot(tl.trans(q_HV), ds_HK, input_precision="ieee")
+            dkv_VK += tl.dot(tl.trans(d_out_HV), p_HK, input_precision="ieee")
+            dkv_KV = tl.trans(dkv_VK)
             add_key_rows(dkv_row_ptr, dkv_KV, index_K, valid_K, slot_K, v_V, D, V_DIM, GATHERED)
             if R_DIM > 0:
                 dq_HR += tl.dot(ds_HK, kv_KR, input_precision="ieee")
-                dkv_KR = tl.dot(tl.trans(ds_HK), q_HR, input_precision="ieee")
+                dkv_KR = tl.trans(tl.dot(tl.trans(q_HR), ds_HK, input_precision="ieee"))
                 add_key_rows(
                     dkv_row_ptr + V_DIM, dkv_KR, index_K, valid_K, slot_K, r_R, D, R_DIM, GATHERED
                 )
