@@ -203,14 +203,16 @@ def test_keys_gathered_before_in_several_blocks(monkeypatch):
 def test_indices_outside_read_nothing(wild):
     q, kv = on_device(*PACKED.attention(torch.float32))
     indices = PACKED.indices()
-    indices[indices == 0] = -1
+    indices[(indices == 0) | (indices == 6) | (indices == 15)] = -1
     expected = attention(sparse_attention, q, kv, indices.to(DEVICE), 3, backend="triton")
     poisoned = kv.clone()
-    poisoned[:, 0] = math.nan
+    poisoned[:, [0, 6, 15]] = math.nan  # the first, the last and one between
     indices = indices.masked_fill(indices == -1, wild).to(DEVICE)
     actual = attention(sparse_attention, q, poisoned, indices, 3, backend="triton")
     assert_same(actual, expected, 0.0 if DEVICE == "cpu" else TOLERANCE)
-    assert (actual["dkv"][:, 0] == 0).all()
+    assert (actual["dkv"][:, [0, 6, 15]] == 0).all()
+    target = attention_target(q, poisoned, indices, actual["lse"], scale=0.4, backend="triton")
+    assert target.isfinite().all()
 
 
 def test_rows_without_keys():
@@ -249,6 +251,34 @@ def test_loss_gradients_at_any_spread_of_the_scores(spread):
     assert_same(
         loss(indexer_kl_loss, (q, k, w), indices, target, backend="triton"), expected, floor=0.1
     )
+
+
+def test_heads_that_fill_no_tile():
+    """Powers of two in every width but the heads, and keys that only heads not there would mind."""
+    q, kv = normal(1, 6, 3, 32).float(), normal(1, 12, 32).float()
+    indices = normal(1, 6, 12).argsort(-1)[..., :3].int()
+    expected = attention(
+        sparse_attention, q.double(), kv.double(), indices, 16, backend="reference"
+    )
+    q, kv, indices = on_device(q, kv, indices)
+    actual = attention(sparse_attention, q, kv, indices, 16, backend="triton")
+    assert_same(actual, expected)
+    q[..., 4], kv[0, indices[0, 2, 0], 4] = -q[..., 4].abs(), math.inf
+    results = []
+    for backend in ("reference", "triton"):
+        _, lse = sparse_attention(q, kv, indices, scale=0.4, v_dim=16, backend=backend)
+        results.append(attention_target(q, kv, indices, lse, scale=0.4, backend=backend))
+    assert_close(results[1].cpu(), results[0].cpu(), TOLERANCE)
+    assert (results[1][0, 2, 0] == 0).all()
+
+
+def test_targets_of_any_size():
+    inputs, indices = on_device(*PACKED.indexer(torch.float32)), PACKED.indices().to(DEVICE)
+    target = on_device(PACKED.normal(2, 16, 4).exp().float())[0]
+    expected = loss(indexer_kl_loss, inputs, indices, target, backend="triton")
+    for factor in (1e-36, 1e30):
+        actual = loss(indexer_kl_loss, inputs, indices, target * factor, backend="triton")
+        assert_same(actual, expected, floor=0.1)
 
 
 def test_non_contiguous():
@@ -337,20 +367,28 @@ def test_attention_of_model_size(target, heads):
 def test_indexer_of_model_size(target):
     """DeepSeek-V3.2's 64 heads of 128, K 2048 of T 8192."""
     T, K, H, D = 8192, 2048, 64, 128
-    inputs = [D**-0.5 * normal(1, 1, H, D), normal(1, T, D), normal(1, 1, H)]
-    bounds = torch.tensor([[[1, T - 2]]], dtype=torch.int32)
-    indices, _ = lightning_indexer(*inputs, topk=K, bounds=bounds, backend="reference")
-    mass = normal(1, 1, K).exp()
-    expected = loss(indexer_kl_loss, inputs, indices, mass, backend="reference")
-    inputs = [x.float() for x in inputs]
     launcher = _Tiles(target)
+    bounds = torch.tensor([[[1, T - 2]]], dtype=torch.int32)
+    whole = Case(B=1, S=1, T=T, H=H, D=D, topk=K, bounds=bounds, seed=0)
+    inputs = [whole.integers(1, 1, H, D), whole.integers(1, T, D), whole.integers(1, 1, H)]
+    expected_indices, _ = lightning_indexer(*inputs, topk=K, bounds=bounds, backend="reference")
     with launch.use(launcher):
-        best, scores = lightning_indexer(*inputs, topk=K, bounds=bounds, backend="triton")
-        actual = loss(indexer_kl_loss, inputs, best, mass.float(), backend="triton")
-        known = indexer_kl_loss(*inputs, best, mass.float(), scores=scores, backend="triton")
+        indices, _ = lightning_indexer(
+            *(x.float() for x in inputs), topk=K, bounds=bounds, backend="triton"
+        )
+    assert torch.equal(indices, expected_indices)  # nothing rounds
+
+    inputs = [D**-0.5 * normal(1, 1, H, D), normal(1, T, D), normal(1, 1, H)]
+    indices = torch.rand(1, 1, T, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    indices, mass = indices[..., :K].int(), normal(1, 1, K).exp()
+    expected = loss(indexer_kl_loss, inputs, indices, mass, backend="reference")
+    k = inputs[1][0, indices[0, 0]]
+    scores = (inputs[2][0].T * (inputs[0][0, 0] @ k.T).relu()).sum(0)[None, None].float()
+    inputs = [x.float() for x in inputs]
+    with launch.use(launcher):
+        actual = loss(indexer_kl_loss, inputs, indices, mass.float(), backend="triton")
+        known = indexer_kl_loss(*inputs, indices, mass.float(), scores=scores, backend="triton")
     assert set(launcher.launched) == INDEXER_KERNELS
-    # The same keys as in float64, unless two of 8192 scores lie closer than float32 rounds.
-    assert torch.equal(best, indices)
     assert_same(actual, expected, floor=1e-2)
     assert_close(known, expected["loss"], TOLERANCE)
 
@@ -434,6 +472,27 @@ def test_the_interpreter_takes_fp32_alone(dtype):
         sparse_attention(q, kv, PACKED.indices(), scale=1.0, v_dim=3, backend="triton")
     with pytest.raises(ValueError, match="q_index: got torch"):
         lightning_indexer(*PACKED.indexer(dtype), topk=3, backend="triton")
+
+
+@pytest.mark.parametrize("target", ["ascend", "cuda"])
+def test_widths_that_do_not_fit(target):
+    q, kv = torch.zeros(1, 1, 1, 576, device=DEVICE), torch.zeros(1, 1, 576, device=DEVICE)
+    indices, weights = (
+        torch.zeros(1, 1, 1, device=DEVICE).int(),
+        torch.zeros(1, 1, 1, device=DEVICE),
+    )
+    with launch.use(_Tiles(target)):
+        with pytest.raises(
+            ValueError, match=rf"v_dim: got a value of 576; .* at most 512 on {target}"
+        ):
+            sparse_attention(q, kv, indices, scale=1.0, v_dim=576, backend="triton")
+        with pytest.raises(ValueError, match=r"kv: got columns after the value: 65; .* at most 64"):
+            sparse_attention(q, kv, indices, scale=1.0, v_dim=511, backend="triton")
+        with pytest.raises(ValueError, match=r"q_index: got a head of 576; .* at most 128"):
+            lightning_indexer(q, kv, weights, topk=1, backend="triton")
+        q, weights = q.expand(1, 1, 65, 576)[..., :8], weights.expand(1, 1, 65)
+        with pytest.raises(ValueError, match=r"q_index: got heads: 65; .* at most 64"):
+            lightning_indexer(q, kv[..., :8], weights, topk=1, backend="triton")
 
 
 def test_operators_without_a_kernel():

@@ -96,6 +96,23 @@ def _gradients(y: Tensor, upstream: Tensor, inputs: tuple[Tensor, ...]) -> tuple
     return torch.autograd.grad((y * upstream).sum(), inputs)
 
 
+def _in_blocks(
+    check: Callable[[Any, torch.dtype], Iterator[Comparison]], workspace_bytes: int
+) -> Callable[[Any, torch.dtype], Iterator[Comparison]]:
+    """The same with a workspace that holds few queries: later blocks start inside of a batch."""
+
+    def check_blocks(operators: Any, dtype: torch.dtype) -> Iterator[Comparison]:
+        from npu_dsa_kernels.backends.triton import dsa
+
+        before, dsa._WORKSPACE_BYTES = dsa._WORKSPACE_BYTES, workspace_bytes
+        try:
+            yield from check(operators, dtype)
+        finally:
+            dsa._WORKSPACE_BYTES = before
+
+    return check_blocks
+
+
 # --- sparse attention ----------------------------------------------------------------------------
 
 
@@ -198,7 +215,13 @@ def _attention_cases() -> Iterator[Case]:
             ("attention_target", _Attention.target),
         ),
     ):
-        yield Case(operator, name, lambda *args, make=make, method=method: method(make(), *args))
+
+        def check(operators, dtype, make=make, method=method):
+            return method(make(), operators, dtype)
+
+        yield Case(operator, name, check)
+        if make is _packed:  # of 32 queries
+            yield Case(operator, f"{name}, in blocks", _in_blocks(check, 5 * 128 * 6 * 4))
 
 
 # --- indexer -------------------------------------------------------------------------------------
@@ -208,8 +231,10 @@ def _lightning_indexer(
     q: Tensor, k: Tensor, w: Tensor, bounds: Tensor | None, topk: int, define: Any, exact: bool
 ) -> Callable[[Any, torch.dtype], Iterator[Comparison]]:
     def check(operators: Any, dtype: torch.dtype) -> Iterator[Comparison]:
+        # Weights in float32, as the model's are; small cases have the inputs' own dtype.
+        weights = w.float() if define is reference else w.to(dtype)
         indices, scores = operators.lightning_indexer(
-            q.to(dtype), k.to(dtype), w.to(dtype), bounds, topk
+            q.to(dtype), k.to(dtype), weights, bounds, topk
         )
         if define is reference:
             expected = define.lightning_indexer(q, k, w, bounds, topk)
@@ -241,8 +266,13 @@ def _loss(
 ) -> Callable[[Any, torch.dtype], Iterator[Comparison]]:
     def check(operators: Any, dtype: torch.dtype) -> Iterator[Comparison]:
         inputs = [x.to(dtype) for x in (q, k, w)]
+        expected = define.indexer_kl_loss(q, k, w, indices, target)
         loss = operators.indexer_kl_loss(*inputs, indices, target.float(), None)
-        yield "loss", loss, define.indexer_kl_loss(q, k, w, indices, target)
+        yield "loss", loss, expected
+        # As the layer calls it: weights in float32, and the scores at hand.
+        inputs[2], scores = w.float(), _scores_at(q, k, w, indices).float()
+        loss = operators.indexer_kl_loss(*inputs, indices, target.float(), scores)
+        yield "loss of known scores", loss, expected
 
     return check
 
@@ -255,11 +285,11 @@ def _loss_backward(
         loss = define.indexer_kl_loss(*leaves, indices, target)
         upstream = _Numbers(4)(*loss.shape)
         expected = _gradients(loss, upstream, tuple(leaves))
-        inputs = [x.to(dtype) for x in (q, k, w)]
-        actual = operators.indexer_kl_loss_backward(
-            upstream.float(), *inputs, indices, target.float()
-        )
-        yield from zip(("dq", "dk", "dw"), actual, expected, strict=True)
+        for weights in (w.to(dtype), w.float()):
+            actual = operators.indexer_kl_loss_backward(
+                upstream.float(), q.to(dtype), k.to(dtype), weights, indices, target.float()
+            )
+            yield from zip(("dq", "dk", "dw"), actual, expected, strict=True)
 
     return check
 
@@ -281,6 +311,11 @@ def _indexer_cases() -> Iterator[Case]:
         name,
         "packed documents, rows without keys, ties, H 3, D 5, K 4",
         _lightning_indexer(*inputs, bounds, K, dsa_definitions, True),
+    )
+    yield Case(
+        name,
+        "the same, in blocks",
+        _in_blocks(_lightning_indexer(*inputs, bounds, K, dsa_definitions, True), 5 * 96),
     )
     yield Case(
         name,

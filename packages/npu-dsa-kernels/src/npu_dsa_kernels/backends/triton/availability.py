@@ -13,7 +13,7 @@ _found: str | None = None
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def status() -> str:

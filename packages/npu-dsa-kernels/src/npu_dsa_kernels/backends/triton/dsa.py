@@ -38,7 +38,15 @@ from npu_dsa_kernels.backends.triton.kernels.sparse_attention import (
 from npu_dsa_kernels.backends.triton.kernels.sparse_attention_backward import (
     sparse_attention_backward as attention_backward_kernel,
 )
-from npu_dsa_kernels.backends.triton.launch import Tiles, cdiv, find_tiles, launch, tiles, wide
+from npu_dsa_kernels.backends.triton.launch import (
+    Tiles,
+    cdiv,
+    check_width,
+    find_tiles,
+    launch,
+    tiles,
+    wide,
+)
 from npu_dsa_kernels.bounds import causal_bounds
 
 # B batch, S queries, T keys, H heads, D head dim, V value dim, K selected keys
@@ -59,16 +67,16 @@ def lightning_indexer(
     T, K, N = k_BTD.shape[1], topk, B * S
     indices_BSK = q_BSHD.new_empty(B, S, K, dtype=torch.int32)
     scores_BSK = q_BSHD.new_empty(B, S, K, dtype=torch.float32)
+    tile, constants = _indexer(scores_kernel, q_BSHD, k_BTD)
     if N == 0:
         return indices_BSK, scores_BSK
-    tile, constants = _indexer(scores_kernel, q_BSHD, k_BTD)
     select_tile = tiles(select_kernel, q_BSHD, "q_index")
     order_tile = tiles(order_kernel, q_BSHD, "q_index")
     if bounds_BS2 is None:
         position_BS = torch.arange(S, device=q_BSHD.device).expand(B, S)
         bounds_BS2 = causal_bounds(position_BS)
     q, k, w, bounds = _contiguous(q_BSHD, k_BTD, w_BSH, bounds_BS2)
-    queries = min(N, max(1, _WORKSPACE_BYTES // (4 * max(T, 1))))
+    queries = min(N, max(1, _WORKSPACE_BYTES // (4 * T + 8 * K)))
     ranks_nT = q.new_empty(queries, max(T, 1), dtype=torch.int32)
     best_n2K = q.new_empty(queries, 2, K, dtype=torch.int32)
     count_n = q.new_empty(queries, dtype=torch.int32)
@@ -107,6 +115,7 @@ def _sparse_attention(
     target_BSK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Fills `target_BSK` too if there is one."""
+    tiles(attention_kernel, q_BSHD, "q")  # refuses a dtype, also where there is nothing to do
     B, S, H, _ = q_BSHD.shape
     out_BSHV = q_BSHD.new_empty(B, S, H, v_dim)
     lse_BSH = q_BSHD.new_empty(B, S, H, dtype=torch.float32)
@@ -123,6 +132,7 @@ def _sparse_attention(
 def attention_target(
     q_BSHD: Tensor, kv_BTD: Tensor, indices_BSK: Tensor, lse_BSH: Tensor, scale: float
 ) -> Tensor:
+    tiles(target_kernel, q_BSHD, "q")
     target_BSK = q_BSHD.new_empty(indices_BSK.shape, dtype=torch.float32)
     # The target knows no values: a key is split where a power of two ends.
     keys = _Keys(kv_BTD, indices_BSK, 1 << (kv_BTD.shape[2].bit_length() - 1))
@@ -191,8 +201,11 @@ class _Keys:
         self, kv_BTD: Tensor, indices_BSK: Tensor, v_dim: int, *, with_gradient: bool = False
     ) -> None:
         _check_offsets("kv", kv_BTD)
+        D = kv_BTD.shape[2]
+        check_width("v_dim", "a value of", v_dim, "value", kv_BTD)
+        check_width("kv", "columns after the value:", max(D - v_dim, 1), "rest", kv_BTD)
         self.kv_BTD, self.indices_NK = kv_BTD.contiguous(), _rows(indices_BSK)
-        (_, T, D), (N, K), S = kv_BTD.shape, self.indices_NK.shape, indices_BSK.shape[1]
+        (N, K), S, T = self.indices_NK.shape, indices_BSK.shape[1], kv_BTD.shape[1]
         self.widths = {
             "V_DIM": v_dim,
             "R_DIM": D - v_dim,
@@ -322,6 +335,8 @@ def _check_offsets(name: str, x_BTD: Tensor) -> None:
 def _indexer(kernel: Any, q_BSHD: Tensor, k_BTD: Tensor) -> tuple[Tiles, dict[str, Any]]:
     """Tiles and constants of a kernel over the indexer's heads, which it takes all at once."""
     _check_offsets("k_index", k_BTD)
+    check_width("q_index", "heads:", q_BSHD.shape[2], "index_heads", q_BSHD)
+    check_width("q_index", "a head of", q_BSHD.shape[3], "index_dim", q_BSHD)
     tile = tiles(kernel, q_BSHD, "q_index")
     H, D = q_BSHD.shape[2:]
     return tile, {

@@ -119,6 +119,19 @@ def tiles(kernel: Any, x: torch.Tensor, name: str) -> Tiles:
     return found
 
 
+def check_width(name: str, what: str, size: int, limit: str, x: torch.Tensor) -> None:
+    """Refuse what no tile holds; `limit` is a field of `tiles.Widths`.
+
+    Raises:
+        ValueError: `size`, rounded up to a power of two, is wider.
+    """
+    target = launcher(x.device).target
+    most = getattr(table.widest(target), limit)
+    if wide(size, 1) > most:
+        want = f"backend 'triton' takes at most {most} on {target}; backend='torch' takes more"
+        raise checks.bad(name, f"{what} {size}", want)
+
+
 def launch(kernel: Any, work: int, *arguments: Any, tile: Tiles, **constants: Any) -> None:
     """Run `kernel` over `work` items, which its programs share.
 

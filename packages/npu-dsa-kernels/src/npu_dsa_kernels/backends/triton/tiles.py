@@ -122,6 +122,29 @@ _TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Widths:
+    """The widest that the kernels take, each rounded up to a power of two."""
+
+    value: int
+    rest: int
+    """Of a key, after its value."""
+    index_heads: int
+    index_dim: int
+
+
+_WIDEST = {
+    "ascend": Widths(value=512, rest=64, index_heads=64, index_dim=128),
+    "cuda": Widths(value=512, rest=64, index_heads=64, index_dim=128),
+    "interpreter": Widths(value=4096, rest=4096, index_heads=512, index_dim=4096),
+}
+
+
+def widest(target: str) -> Widths:
+    """What fits with the table's tiles: the memories of a core hold whole rows."""
+    return _WIDEST[target]
+
+
 _DTYPES = {2: ("bfloat16", "float16"), 4: ("float32",)}
 
 

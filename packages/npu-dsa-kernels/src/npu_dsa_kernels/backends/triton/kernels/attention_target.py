@@ -64,8 +64,10 @@ def attention_target(
             if R_DIM > 0:
                 q_HR = load_heads(q_row_ptr + V_DIM, h_H, heads, r_R, D, R_DIM, ALL_HEADS)
                 logits_HK += tl.dot(q_HR, tl.trans(kv_KR), input_precision="ieee")
-            # A head beyond the last has lse = +inf here and takes no part.
-            lse_H = tl.load(lse_ptr + n * heads + h_H, mask=h_H < heads, other=float("inf"))
-            target_K += tl.sum(tl.exp(logits_HK * scale - lse_H[:, None]), 0)
+            lse_H = tl.load(lse_ptr + n * heads + h_H, mask=h_H < heads, other=0.0)
+            p_HK = tl.exp(logits_HK * scale - lse_H[:, None])
+            if not ALL_HEADS:
+                p_HK = tl.where((h_H < heads)[:, None], p_HK, 0.0)
+            target_K += tl.sum(p_HK, 0)
         target_K = tl.where(valid_K, target_K, 0.0)
         tl.store(target_ptr + n * K + slot_K, target_K, mask=slot_K < K)

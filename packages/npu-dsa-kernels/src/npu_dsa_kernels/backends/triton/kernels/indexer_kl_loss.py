@@ -44,7 +44,7 @@ def index_dots(q_HC, k_ptr, index_K, c_C, DIM: tl.constexpr):
     return relu(tl.dot(q_HC, tl.trans(k_KC), input_precision="ieee")), k_KC
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def indexer_kl_loss(
     q_ptr,  # [N, heads, DIM]
     k_ptr,  # [N / S, T, DIM]
@@ -74,7 +74,7 @@ def indexer_kl_loss(
         spare = spare_key(indices_row_ptr, T, K, 512)
         total = total_target(indices_row_ptr, target_row_ptr, T, K, 512)
         dead = total == 0.0  # no keys, or no attention mass on them
-        share = 1.0 / tl.where(dead, 1.0, total)
+        total = tl.where(dead, 1.0, total)
         if not HAVE_SCORES:
             q_HC = load_heads(q_ptr + row * heads * DIM, h_H, heads, c_C, DIM, DIM, ALL_HEADS)
             w_H = tl.load(w_ptr + row * heads + h_H, mask=h_H < heads, other=0.0).to(tl.float32)
@@ -86,7 +86,7 @@ def indexer_kl_loss(
         for start in range(0, tl.where(dead, 0, K), KEYS):
             slot_K = start + tl.arange(0, KEYS)
             index_K, valid_K = load_indices(indices_row_ptr, slot_K, spare, T, K)
-            p_K = load_target(target_row_ptr, slot_K, valid_K, K) * share
+            p_K = load_target(target_row_ptr, slot_K, valid_K, K) / total
             if HAVE_SCORES:
                 score_K = tl.load(scores_ptr + row * K + slot_K, mask=slot_K < K, other=0.0)
             else:
@@ -96,15 +96,17 @@ def indexer_kl_loss(
             mass *= tl.exp(peak - new)
             mass += tl.sum(tl.where(valid_K, tl.exp(score_K - new), 0.0), 0)
             loss += seen * (new - peak)
-            log_p_K = tl.log(tl.where(p_K > 0.0, p_K, 1.0))  # 0 log 0 = 0
-            loss += tl.sum(p_K * (log_p_K - tl.where(valid_K, score_K - new, 0.0)), 0)
+            some_K = p_K > 0.0  # 0 log 0 = 0
+            log_p_K = tl.log(tl.where(some_K, p_K, 1.0))
+            log_y_K = tl.where(some_K, score_K - new, 0.0)
+            loss += tl.sum(p_K * (log_p_K - log_y_K), 0)
             seen += tl.sum(p_K, 0)
             peak = new
         loss += seen * tl.log(tl.where(dead, 1.0, mass))
         tl.store(loss_ptr + row, loss)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def indexer_kl_loss_backward(
     d_loss_ptr,  # fp32 [N]
     q_ptr,  # [N, heads, DIM]
@@ -136,7 +138,7 @@ def indexer_kl_loss_backward(
         spare = spare_key(indices_row_ptr, T, K, 512)
         total = total_target(indices_row_ptr, target_row_ptr, T, K, 512)
         dead = total == 0.0
-        share = 1.0 / tl.where(dead, 1.0, total)
+        total = tl.where(dead, 1.0, total)
         steps = tl.where(dead, 0, K)
         q_HC = load_heads(q_ptr + row * heads * DIM, h_H, heads, c_C, DIM, DIM, ALL_HEADS)
         w_H = tl.load(w_ptr + row * heads + h_H, mask=h_H < heads, other=0.0).to(tl.float32)
@@ -161,7 +163,7 @@ def indexer_kl_loss_backward(
             score_K = tl.sum(w_H[:, None] * relu_HK, 0)
             # dI = y - p, exactly: of log-softmax, without an epsilon.
             y_K = tl.exp(score_K - peak) / mass
-            p_K = load_target(target_row_ptr, slot_K, valid_K, K) * share
+            p_K = load_target(target_row_ptr, slot_K, valid_K, K) / total
             di_K = tl.where(valid_K, (y_K - p_K) * d_loss, 0.0)
             dw_H += tl.sum(relu_HK * di_K[None, :], 1)
             ds_HK = tl.where(relu_HK > 0.0, di_K[None, :] * w_H[:, None], 0.0).to(k_KC.dtype)

@@ -20,7 +20,7 @@ NAN = tl.constexpr(0x7FC00000)
 LOW_BITS = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=["first", "queries"])
+@triton.jit
 def rank_of(score):
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score != score, NAN, bits ^ ((bits >> 31) & LOW_BITS))
@@ -38,7 +38,7 @@ def visible_range(bounds_ptr, n, T):
     return tl.minimum(tl.maximum(low, 0), T), tl.minimum(tl.maximum(high, 0), T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "queries"])
 def index_scores(
     q_ptr,  # [N, heads, DIM]
     k_ptr,  # [N / S, T, DIM]
@@ -77,7 +77,7 @@ def index_scores(
             )
 
 
-@triton.jit(do_not_specialize=["first", "queries"])
+@triton.jit
 def count_at_least(ranks_ptr, low, high, rank, BLOCK: tl.constexpr):
     """How many of ranks[low:high] are at or above `rank`."""
     count = tl.full((), 0, tl.int32)
@@ -102,7 +102,7 @@ def packed(values_J, chosen_J, place_J, I: tl.constexpr):
     return tl.sum(tl.where(here_IJ, values_J[None, :], 0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "queries"])
 def select_topk(
     ranks_ptr,  # int32 [queries, T]
     bounds_ptr,  # int32 [N, 2]
@@ -125,10 +125,7 @@ def select_topk(
             higher = last + (tl.full((), 1, tl.int32) << (31 - step))
             enough = count_at_least(ranks_row_ptr, low, high, higher, BLOCK) >= K
             last = tl.where(enough, higher, last)
-        above = tl.full((), 0, tl.int32)
-        if last != NAN:
-            above = count_at_least(ranks_row_ptr, low, high, last + 1, BLOCK)
-        ties = K - above
+        ties = K - count_at_least(ranks_row_ptr, low, high, last + 1, BLOCK)
         found = tl.full((), 0, tl.int32)
         tied = tl.full((), 0, tl.int32)
         for start in range(low, high, PACK):

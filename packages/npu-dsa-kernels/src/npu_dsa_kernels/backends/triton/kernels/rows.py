@@ -2,10 +2,9 @@
 
 A gather with a mask becomes, on Ascend, a read without one and a select after it. So no pointer is
 ever formed from an index or a column that is not one of the tensor, and no wide select is spent on
-rows either: an
-empty slot reads a row that its query has selected anyway. Its probability is zero, and zero times
-that row is harmless, unless the row is not finite and the query's results are not either. A query
-without any key has no such row and takes no step at all.
+rows either: an empty slot reads a row that its query has selected anyway. Its probability is zero,
+and zero times that row is harmless, unless the row is not finite and the query's results are not
+either. A query without any key has no such row and takes no step at all.
 """
 
 import triton
@@ -126,13 +125,13 @@ def scatter_add_rows(
 
     With a mask over rows, Ascend would add element by element.
     """
+    # Zero already; without it the Ascend compiler takes a product's rows for the cube core's.
     rows_KC = rows_KC * valid_K.to(tl.float32)[:, None]
     pointers_KC = x_ptr + index_K[:, None] * ROW + column_C[None, :]
     if column_C.shape[0] == COLUMNS:
         tl.atomic_add(pointers_KC, rows_KC, sem="relaxed")
     else:
-        inside_KC = (column_C < COLUMNS)[None, :] & (index_K >= 0)[:, None]
-        tl.atomic_add(pointers_KC, rows_KC, mask=inside_KC, sem="relaxed")
+        tl.atomic_add(pointers_KC, rows_KC, mask=(column_C < COLUMNS)[None, :], sem="relaxed")
 
 
 @triton.jit

@@ -82,8 +82,11 @@ def sparse_attention_backward(
                 logits_HK += tl.dot(q_HR, tl.trans(kv_KR), input_precision="ieee")
             p_HK = tl.where(valid_K[None, :], tl.exp(logits_HK * scale - lse_H[:, None]), 0.0)
             dp_HK = tl.dot(d_out_HV, tl.trans(kv_KV), input_precision="ieee")
-            ds_HK = (p_HK * (dp_HK - delta_H[:, None]) * scale).to(kv_KV.dtype)
-            p_HK = p_HK.to(kv_KV.dtype)
+            ds_HK = p_HK * (dp_HK - delta_H[:, None]) * scale
+            if not ALL_HEADS:  # an infinite key times the zeros of a head that is not there is NaN
+                p_HK = tl.where(inside_H[:, None], p_HK, 0.0)
+                ds_HK = tl.where(inside_H[:, None], ds_HK, 0.0)
+            p_HK, ds_HK = p_HK.to(kv_KV.dtype), ds_HK.to(kv_KV.dtype)
             dq_HV += tl.dot(ds_HK, kv_KV, input_precision="ieee")
             # Transposed, the wide operand is the one on the left: on CUDA it stays where it is, and
             # a tile of 64 heads fits into shared memory.
