@@ -15,11 +15,14 @@ The rules:
    time: V1 and C2 of these, V0 and C1 of the next, V2 of these.
 4. Every other buffer is double, which this order never exceeds: C1 is at most two blocks ahead of
    V1, V1 two of C2, C2 two scatters of V2.
+5. What launches of their own do before and after the loop overlaps with nothing: the cube core is
+   idle, both vector cores work.
 
 Widths come from the published figures (`SFAG`, `SLIG`), or from the work a kernel does for a block
 with its tiles (`WORK`). Work is turned into time by the rates at which the published backward, with
 its published tiles, has its published widths: no rate comes from elsewhere, the unit of time is the
-figure's, and small tiles are assumed to reach the rates of 128 x 128 ones.
+figure's, and small tiles are assumed to reach the rates of 128 x 128 ones. Where the compiler uses
+only one vector core of the pair, V0, V1 and V2 take twice as long, and "busy" is said of that one.
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ class Pipeline:
     """Of V0, C1, V1, C2 and V2."""
     blocks: int
     scatter_every: int = 1
+    before: float = 0.0
+    """Time of the vector cores before the loop."""
+    after: float = 0.0
 
 
 # Widths as read off the published figures, in the figures' unit. SFAG, the backward of sparse
@@ -84,14 +90,18 @@ class Event:
 @dataclass(frozen=True)
 class Schedule:
     events: list[Event]
+    """Of the loop."""
+    outside: float = 0.0
+    """Time of the vector cores before and after it."""
 
     @property
     def length(self) -> float:
-        return max(event.end for event in self.events)
+        return max(event.end for event in self.events) + self.outside
 
     def busy(self, core: str) -> float:
         """Share of the time in which the core, "C" or "V", works."""
-        return sum(e.end - e.start for e in self.events if e.stage[0] == core) / self.length
+        inside = sum(e.end - e.start for e in self.events if e.stage[0] == core)
+        return (inside + (self.outside if core == "V" else 0.0)) / self.length
 
 
 def schedule(pipeline: Pipeline, ahead: int) -> Schedule:
@@ -114,7 +124,7 @@ def schedule(pipeline: Pipeline, ahead: int) -> Schedule:
         start = max([free[core], *(ended[n] for n in _needs(block, stage, ahead))])
         free[core] = ended[block, stage] = start + width
         events.append(Event(stage, block, start, start + width))
-    return Schedule(events)
+    return Schedule(events, pipeline.before + pipeline.after)
 
 
 def _program(pipeline: Pipeline, ahead: int) -> Iterator[tuple[int, str]]:
@@ -146,9 +156,10 @@ def _needs(block: int, stage: str, ahead: int) -> list[tuple[int, str]]:
 
 
 def figures(pipeline: Pipeline, ahead: int) -> dict[str, float]:
-    """What is published of a pipeline, from the model."""
+    """What is published of a pipeline, from the model, and its length."""
     result = schedule(pipeline, ahead)
     return {
+        "length": result.length,
         "cube": 100 * result.busy("C"),
         "vector": 100 * result.busy("V"),
         "shorter": schedule(pipeline, 0).length / result.length,
@@ -187,31 +198,25 @@ class Work:
     v2_passes: float = 0
 
 
-# Keys of the attention are gathered once for all heads, and their gradients scattered once, by
-# kernels of their own: a tile of heads has its share of that.
+# Here every tile of heads gathers keys and scatters their gradients itself, in its loop, as the
+# published kernels do. `Kernel` takes that out of the loop where launches of their own do it.
 
 
 def _forward(rows: int, keys: int, size: int) -> Work:
     """V1: scale, mask, maximum, subtract, exp, mask, sum, cast. V2: shrink the output, add."""
-    tile, gathered = rows * keys, keys * A * size * rows / H
-    return Work(gathered, 2 * tile * A, 8 * tile, 2 * tile * V, v2_passes=2 * rows * V)
+    tile = rows * keys
+    return Work(keys * A * size, 2 * tile * A, 8 * tile, 2 * tile * V, v2_passes=2 * rows * V)
 
 
 def _backward(rows: int, keys: int, size: int) -> Work:
-    """V1: scale, subtract, exp, mask, subtract, multiply, scale, two casts. V2: heads are added."""
-    tile, share = rows * keys, rows / H
-    return Work(
-        gathered_bytes=keys * A * size * share,
-        c1_flops=2 * tile * (A + V),
-        v1_passes=9 * tile,
-        c2_flops=2 * tile * (A + A + V),
-        scattered_bytes=keys * A * 4 * share,
-        v2_passes=keys * A if rows < H else 0,
-    )
+    """V1: scale, subtract, exp, mask, subtract, multiply, scale, two casts."""
+    tile = rows * keys
+    c1, c2 = 2 * tile * (A + V), 2 * tile * (A + A + V)
+    return Work(keys * A * size, c1, 9 * tile, c2, scattered_bytes=keys * A * 4)
 
 
 def _target(rows: int, keys: int, size: int) -> Work:
-    """V1: scale, subtract, exp, sum."""
+    """All heads pass over a block gathered once. V1: scale, subtract, exp, sum."""
     return Work(keys * A * size * rows / H, 2 * rows * keys * A, 4 * rows * keys)
 
 
@@ -240,6 +245,7 @@ WORK: dict[str, Callable[[int, int, int], Work]] = {
     "indexer_kl_loss": _indexer_kl,
     "indexer_kl_loss_backward": _indexer_kl_backward,
 }
+ATTENTION = ("sparse_attention", "sparse_attention_backward", "attention_target")
 
 
 def _rates() -> dict[str, float]:
@@ -257,15 +263,17 @@ def _rates() -> dict[str, float]:
 RATES = _rates()
 
 
-def widths(work: Work, overhead: float = 0) -> tuple[float, ...]:
+def widths(work: Work, overhead: float = 0, vector_cores: int = 2) -> tuple[float, ...]:
     """Times of the five stages. `overhead`: what starting a stage costs; none is published."""
-    times = (
+    v0, c1, v1, c2, v2 = (
         work.gathered_bytes / RATES["gathered_bytes"],
         work.c1_flops / RATES["flops"],
         work.v1_passes / RATES["passes"],
         work.c2_flops / RATES["flops"],
         work.scattered_bytes / RATES["scattered_bytes"] + work.v2_passes / RATES["passes"],
     )
+    slower = 2 / vector_cores
+    times = (slower * v0, c1, slower * v1, c2, slower * v2)
     return tuple(time + overhead if time else 0.0 for time in times)
 
 
@@ -278,6 +286,10 @@ def published_tiles() -> dict[Pipeline, tuple[float, ...]]:
     }
 
 
+VECTOR_CORES = {"cube + vector": 1, "cube + 2 vector": 2}
+"""How many of a pair work, by what is recorded of a program. Others have no products."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel of ours with its tiles, in bfloat16."""
@@ -287,41 +299,62 @@ class Kernel:
     keys: int
     l1_bytes: int | None = None
     """The compiler's high-water mark, where one was recorded."""
-
-    @property
-    def work(self) -> Work:
-        return WORK[self.name](self.rows, self.keys, 2)
+    vector_cores: int | None = None
+    """How many of a pair the compiler uses, where that was recorded; else both are assumed."""
+    gathered_before: bool = False
+    """Whether launches of their own gather keys and scatter gradients, once for all heads."""
 
     def pipeline(self, overhead: float = 0) -> Pipeline:
-        return Pipeline(self.name, widths(self.work, overhead), blocks=K // self.keys)
+        """The loop of a tile of heads over a query's keys, with the tile's share of the launches
+        around it. These cost nothing to start."""
+        work, before, after = WORK[self.name](self.rows, self.keys, 2), 0.0, 0.0
+        if self.gathered_before:
+            elements = K * A * self.rows / H
+            before = elements * 2 / RATES["gathered_bytes"]
+            if work.scattered_bytes:  # the loop adds whole rows, a pass over each, to one a slot
+                after = elements * 4 / RATES["scattered_bytes"]
+                work = replace(work, scattered_bytes=0, v2_passes=self.keys * A)
+            work = replace(work, gathered_bytes=0)  # rows in order: the cube core loads them
+        stages = widths(work, overhead, self.vector_cores or 2)
+        return Pipeline(self.name, stages, K // self.keys, before=before, after=after)
 
     def fits(self, ahead: int) -> bool | None:
-        """Whether L1 has room for the blocks gathered ahead; None if its use was not recorded."""
+        """Whether L1 has room for the blocks read ahead; None if its use was not recorded."""
         if self.l1_bytes is None:
             return None
-        block = self.keys * (D if self.name.startswith("indexer") else A) * 2
+        block = self.keys * (A if self.name in ATTENTION else D) * 2
         return self.l1_bytes + ahead * block <= L1_BYTES
 
 
 def kernels(recorded: list[dict[str, Any]]) -> tuple[list[Kernel], list[str]]:
-    """Our kernels with their tiles on Ascend, and the names of those without these stages.
+    """Our kernels with their tiles on Ascend, and the names of those that the model leaves out.
 
     bfloat16 only: the published widths are bfloat16's and say nothing of the rates in fp32.
 
     Args:
-        recorded: high-water marks, objects with `kernel`, `dtype`, `tiles` (rows, columns) and
-            `l1_bytes`.
+        recorded: of every compiled program an object with `kernel`, `dtype`, `tiles` (rows,
+            columns), `cores` and the high-water marks `l1_bytes` and `ub_bytes`.
     """
     from npu_dsa_kernels.backends.triton.tiles import entries  # imports torch
 
-    marks: dict[tuple, int] = {}  # the highest of all shapes
-    for r in recorded:
-        key = (r["kernel"], r["dtype"], *r["tiles"])
-        marks[key] = max(r["l1_bytes"], marks.get(key, 0))
-    table = [(name, tiles) for name, size, tiles in entries("ascend") if size == 2]
+    # Of a kernel's programs, the one that takes most: that of the model's widths.
+    largest: dict[tuple, dict[str, Any]] = {}
+    staged = [r for r in recorded if r["cores"] in VECTOR_CORES]
+    for r in sorted(staged, key=lambda r: (r["l1_bytes"], r["ub_bytes"])):
+        largest[r["kernel"], r["dtype"], *r["tiles"]] = r
+    table = {name: tiles for name, size, tiles in entries("ascend") if size == 2}
     ours = [
-        Kernel(name, t.rows, t.columns, marks.get((name, "bfloat16", t.rows, t.columns)))
-        for name, t in table
+        Kernel(
+            name,
+            tiles.rows,
+            tiles.columns,
+            gathered_before=name in ATTENTION and "gather_slots" in table,
+        )
+        for name, tiles in table.items()
         if name in WORK
     ]
-    return ours, [name for name, _ in table if name not in WORK]
+    for number, kernel in enumerate(ours):
+        if r := largest.get((kernel.name, "bfloat16", kernel.rows, kernel.keys)):
+            cores = VECTOR_CORES[r["cores"]]
+            ours[number] = replace(kernel, l1_bytes=r["l1_bytes"], vector_cores=cores)
+    return ours, [name for name in table if name not in (*WORK, "gather_slots", "scatter_slots")]

@@ -43,12 +43,12 @@ def run(
 
 
 def read_recorded(path: Path) -> list[dict[str, Any]]:
-    """High-water marks of the Ascend session.
+    """What the Ascend session recorded of compiled programs.
 
     Raises:
         ValueError: the file is something else.
     """
-    wanted = ("kernel", "dtype", "tiles", "l1_bytes")
+    wanted = ("kernel", "dtype", "tiles", "l1_bytes", "ub_bytes", "cores")
     try:
         rows = json.loads(path.read_text("utf-8"))
         complete = all(row[name] is not None for row in rows for name in wanted)
@@ -103,22 +103,27 @@ def _print_widths(console: Console) -> None:
 
 def _print_kernels(console: Console, kernels: list[Kernel], overhead: float) -> None:
     table = Table(
-        title="Our kernels with their tiles on Ascend, bfloat16, widths of a block in SFAG's unit",
+        title="Our kernels with their tiles on Ascend, bfloat16, in SFAG's unit: a tile's time"
+        " before\nand after its loop, widths of a block in it; busy, all included, with 0, 1, 2"
+        " ahead",
         title_justify="left",
     )
-    table.add_column("kernel, heads x keys", no_wrap=True)
-    for column in (*STAGES, "cube busy, 0, 1, 2 ahead", "vector busy"):
-        table.add_column(column, justify="right")
-    table.add_column("L1 has room for")
+    table.add_column("kernel,\nheads x keys", no_wrap=True)
+    for column in ("vector\ncores", "before", *STAGES, "after", "cube\nbusy, %", "vector\nbusy, %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("L1 has\nroom for", no_wrap=True)
     for kernel in kernels:
         pipeline = kernel.pipeline(overhead)
         found = [model.figures(pipeline, ahead) for ahead in AHEAD]
         room = [str(a) for a in AHEAD if kernel.fits(a)]
         table.add_row(
-            _label(kernel),
+            f"{kernel.name}\n{kernel.rows} x {kernel.keys}",
+            f"{kernel.vector_cores or '2 (?)'}",
+            f"{pipeline.before:.0f}",
             *(f"{w:.1f}" for w in pipeline.widths),
-            *(", ".join(f"{f[core]:.0f}" for f in found) + " %" for core in ("cube", "vector")),
-            "not recorded" if kernel.l1_bytes is None else f"{', '.join(room) or 'none'} ahead",
+            f"{pipeline.after:.0f}",
+            *(", ".join(f"{f[core]:.0f}" for f in found) for core in ("cube", "vector")),
+            "?" if kernel.l1_bytes is None else ", ".join(room) or "none",
         )
     console.print(table)
 
@@ -130,14 +135,19 @@ def _remarks(kernels, others, recorded, overhead):
         yield f"Not of these stages: {', '.join(others)}."
     if not recorded:
         yield (
-            "No high-water marks given (--recorded FILE): whether L1 has room for blocks gathered "
-            "ahead is not judged."
+            "Nothing is recorded (--recorded FILE): whether L1 has room for blocks read ahead is "
+            "not judged, and both vector cores of a pair are assumed to work."
         )
     elif unrecorded := [_label(kernel) for kernel in kernels if kernel.l1_bytes is None]:
-        yield f"Not among the high-water marks: {'; '.join(unrecorded)}."
+        yield f"Not recorded, so both vector cores are assumed to work: {'; '.join(unrecorded)}."
+    if any(kernel.gathered_before for kernel in kernels):
+        yield (
+            "Before and after: a tile's share of gather_slots and scatter_slots, launches of both "
+            "vector cores in which the cube core is idle."
+        )
     yield (
-        f"Assumed: starting a stage costs {overhead:g} (--stage-overhead); small tiles reach the "
-        f"rates of large ones; {model.K} keys a query, {model.H} heads."
+        f"Assumed: starting a stage costs {overhead:g} (--stage-overhead), a launch nothing; small "
+        f"tiles reach the rates of large ones; {model.K} keys a query, {model.H} heads."
     )
 
 
@@ -255,15 +265,20 @@ def _draw_shares(axis: Any, pipeline: Pipeline) -> None:
 
 
 def _draw_stages(axis: Any, kernels: list[Kernel], overhead: float) -> None:
-    names = [_label(kernel) for kernel in kernels]
+    names = [f"{_label(k)}, {k.vector_cores or 2} vector" for k in kernels]
     left = [0.0] * len(kernels)
-    totals = [sum(kernel.pipeline(overhead).widths) for kernel in kernels]
-    for number, stage in enumerate(STAGES):
-        shares = [
-            100 * kernel.pipeline(overhead).widths[number] / total
-            for kernel, total in zip(kernels, totals, strict=True)
-        ]
-        bars = axis.barh(names, shares, 0.7, left, color=_COLOURS[stage], ec="white", label=stage)
+    times = []
+    for kernel in kernels:
+        p = kernel.pipeline(overhead)
+        times.append((p.before, *(p.blocks * w for w in p.widths), p.after))
+    # Before the loop it is V0's work, after it V2's: the same colours, hatched.
+    for number, label in enumerate(("before", *STAGES, "after")):
+        shares = [100 * time[number] / sum(time) for time in times]
+        stage = {"before": "V0", "after": "V2"}.get(label, label)
+        bars = axis.barh(
+            names, shares, 0.7, left, color=_COLOURS[stage], ec="white", label=label,
+            hatch="///" if stage != label else None,
+        )  # fmt: skip
         axis.bar_label(
             bars, [f"{s:.0f} %" if s >= 4 else "" for s in shares], label_type="center",
             fontsize=8, color=_ON_COLOUR[stage],
@@ -272,10 +287,10 @@ def _draw_stages(axis: Any, kernels: list[Kernel], overhead: float) -> None:
     axis.invert_yaxis()
     axis.set_xlim(0, 100)
     axis.tick_params(labelsize=8)
-    axis.set_xlabel("share of a block's time, nothing overlapped, per cent", fontsize=8)
+    axis.set_xlabel("share of a tile's time, nothing overlapped, per cent", fontsize=8)
     axis.set_title(
-        "Our kernels (heads x keys of a tile, bfloat16), widths from their work at the published "
-        "backward's rates", fontsize=9, loc="left",
+        "Our kernels (heads x keys of a tile, vector cores of a pair, bfloat16), widths from their "
+        "work at the published backward's rates", fontsize=9, loc="left",
     )  # fmt: skip
     axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     axis.spines[["top", "right"]].set_visible(False)

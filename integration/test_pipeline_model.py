@@ -98,17 +98,51 @@ def test_rates_give_the_published_backward():
     assert found == pytest.approx(SFAG.widths, rel=0.04)  # one rate for both C1 and C2
 
 
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_the_cube_is_idle_before_and_after_the_loop(ahead):
+    for pipeline in pipelines():
+        loop, whole = (
+            schedule(p, ahead) for p in (pipeline, replace(pipeline, before=70, after=5))
+        )
+        assert whole.events == loop.events
+        assert whole.length == pytest.approx(loop.length + 75)
+        for core, more in (("C", 0), ("V", 75)):
+            worked = loop.busy(core) * loop.length + more
+            assert whole.busy(core) == pytest.approx(worked / whole.length)
+
+
 def test_widths_of_tiles():
-    small, large = (Kernel("sparse_attention_backward", rows, 64).pipeline() for rows in (16, 128))
-    assert small.blocks == 32
-    assert large.widths[0] == pytest.approx(79 / 2)  # half of the keys
-    # A tile has its heads' share of gathering and of products, but adds whole rows.
-    assert large.widths[:4] == pytest.approx([8 * w for w in small.widths[:4]])
-    assert large.widths[4] < 8 * small.widths[4]
-    assert figures(large, 2)["cube"] > 1.5 * figures(small, 2)["cube"]
-    # No scatter, no stage; an overhead is that of stages which are there.
+    loop = Kernel("sparse_attention_backward", 128, 128).pipeline()
+    assert loop.widths[::2] == pytest.approx((79, 70, 73 / 2)) and not loop.before + loop.after
+    kernels = [
+        Kernel("sparse_attention_backward", rows, 64, gathered_before=True) for rows in (16, 128)
+    ]
+    small, large = (kernel.pipeline() for kernel in kernels)
+    assert small.blocks == 32 and small.widths[0] == large.widths[0] == 0
+    # A tile has its heads' share of gathering, scattering and products, but adds whole rows.
+    assert (large.before, large.after) == pytest.approx((16 * 79, 16 * 73 / 2))
+    assert (large.before, large.after) == pytest.approx((8 * small.before, 8 * small.after))
+    assert large.widths[1:4] == pytest.approx([8 * w for w in small.widths[1:4]])
+    a_pass = 70 / (9 * 128 * 128)
+    assert (small.widths[4], large.widths[4]) == pytest.approx([64 * 576 * a_pass] * 2)
+    # No scatter, no time after; no stage, no overhead.
+    target = Kernel("attention_target", 128, 128, gathered_before=True).pipeline(3)
+    assert target.before == pytest.approx(large.before) and target.after == 0
+    assert [w > 0 for w in target.widths] == [False, True, True, False, False]
     plain, costly = (Kernel("indexer_kl_loss", 64, 64).pipeline(o).widths for o in (0, 3))
-    assert costly == tuple(w + 3 if w else 0 for w in plain) and plain[3:] == (0, 0)
+    assert (
+        costly == tuple(w + 3 if w else 0 for w in plain) and plain[0] > 0 and plain[3:] == (0, 0)
+    )
+
+
+def test_one_vector_core_takes_twice_as_long_in_the_loop():
+    kernel = Kernel("sparse_attention_backward", 16, 32, gathered_before=True)
+    unknown, one, both = (replace(kernel, vector_cores=n).pipeline() for n in (None, 1, 2))
+    assert unknown == both
+    assert one == replace(both, widths=one.widths)
+    assert one.widths == tuple(w * f for w, f in zip(both.widths, (2, 1, 2, 1, 2), strict=True))
+    loop = replace(kernel, gathered_before=False)
+    assert replace(loop, vector_cores=1).pipeline().widths[0] == 2 * loop.pipeline().widths[0] > 0
 
 
 def test_room_in_l1():
@@ -119,10 +153,22 @@ def test_room_in_l1():
     assert [kernel.fits(a) for a in AHEAD] == [True, True, False]
 
 
-def test_our_tiles_and_their_marks():
+def test_our_tiles_and_what_is_recorded_of_them():
     ours, others = model.kernels([])
-    assert {k.name for k in ours} >= {"sparse_attention"} and not set(others) & set(model.WORK)
+    assert {k.name for k in ours} == set(model.WORK)
+    assert not set(others) & {*model.WORK, "gather_slots", "scatter_slots"}
+    assert {k.name for k in ours if k.gathered_before} == set(model.ATTENTION)
+    assert all(k.l1_bytes is None and k.vector_cores is None for k in ours)
     first = ours[0]
-    mark = {"kernel": first.name, "dtype": "bfloat16", "tiles": [first.rows, first.keys]}
-    rows = [{**mark, "l1_bytes": 7}, {**mark, "l1_bytes": 5}, {**mark, "dtype": "x", "l1_bytes": 9}]
-    assert model.kernels(rows)[0][0].l1_bytes == 7
+    program = {"kernel": first.name, "dtype": "bfloat16", "tiles": [first.rows, first.keys]}
+    rows = [  # the largest counts, and of equals in L1 the largest in UB
+        {**program, "l1_bytes": 7, "ub_bytes": 3, "cores": "cube + vector"},
+        {**program, "l1_bytes": 7, "ub_bytes": 2, "cores": "cube + 2 vector"},
+        {**program, "l1_bytes": 5, "ub_bytes": 9, "cores": "cube + 2 vector"},
+        {**program, "l1_bytes": 9, "ub_bytes": 9, "cores": "cube + 2 vector", "dtype": "x"},
+        {**program, "l1_bytes": 9, "ub_bytes": 9, "cores": "cube + 2 vector", "tiles": [1, 1]},
+        {**program, "l1_bytes": 9, "ub_bytes": 9, "cores": "vector"},  # of it, but without products
+    ]
+    for recorded in (rows, rows[::-1]):
+        found = model.kernels(recorded)[0]
+        assert found == [replace(first, l1_bytes=7, vector_cores=1), *ours[1:]]
