@@ -16,7 +16,7 @@ STATUS = backends()["triton"]
 pytestmark = pytest.mark.skipif(STATUS != "available", reason=f"backend 'triton' is {STATUS}")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-few = settings(max_examples=20)
+few = settings(max_examples=12)
 on_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="half precision is wrong in the interpreter")
 
 
