@@ -496,7 +496,7 @@ LOSS = "npu_sparse_lightning_indexer_grad_kl_loss"
         (
             {"reduce_target": lambda x: x},
             INDEXER,
-            r"reduce_target: got a function; .*all-to-all of q before",
+            r"reduce_target: got a function; .*pass query_split",
         ),
     ],
 )

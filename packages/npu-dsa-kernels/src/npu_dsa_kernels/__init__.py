@@ -16,10 +16,12 @@ from npu_dsa_kernels.ops.rms_norm import rms_norm
 from npu_dsa_kernels.ops.rotary_mul import rotary_mul
 from npu_dsa_kernels.ops.sparse_attention import sparse_attention
 from npu_dsa_kernels.ops.swiglu import swiglu
+from npu_dsa_kernels.query_split import QuerySplit
 
 __all__ = [
     "DSAOutput",
     "MoEPermutation",
+    "QuerySplit",
     "__version__",
     "attention_target",
     "backends",
