@@ -68,7 +68,7 @@ def dsa_attention(
             queries: `q_index` and `weights` have this rank's rows (`QuerySplit.take`), and `kl` is
             theirs. None: every rank has all of them.
         compute_kl: False skips target and loss; no indexer tensor is then kept for the backward.
-        kl_mask: bool [B, S], the queries whose loss counts; others, e.g. padding, have 0. None: all.
+        kl_mask: bool [B, S], the queries whose loss counts; others, e.g. padding, have 0.
         kl_backend: the backend of target and loss; `backend` if None. "npu" computes both in one
             operator, over all heads and only as a sum; "torch" runs on the same device without
             these conditions.
