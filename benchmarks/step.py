@@ -57,7 +57,7 @@ class SmallOperators(Module):
         masks: DSAMasks,
     ) -> tuple[Tensor, Tensor | None]:
         # One document a row: the mask is plainly causal.
-        return small_operators.dsa_attention(
+        out, kl = small_operators.dsa_attention(
             q_BSHX,
             k_BSHX,
             v_BSHV,
@@ -66,8 +66,9 @@ class SmallOperators(Module):
             weights_BSI,
             topk=topk,
             scale=scale,
-            train_indexer=masks.kl_weight_BS is not None,
+            train_indexer=masks.trains_indexer,
         )
+        return out, None if kl is None else kl.sum()
 
 
 def model_of(p: Params) -> torch.nn.Module:
@@ -96,7 +97,11 @@ def build(p: Params) -> Task:
     tokens_BS = torch.randint(vocabulary, (1, p["S"] + 1))
     inputs_BS, labels_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
     positions_BS = torch.arange(p["S"]).unsqueeze(0)
-    masks = DSAMasks.from_positions(positions_BS, torch.full((1, p["S"]), 1.0 / p["S"]))
+    masks = DSAMasks.from_positions(
+        positions_BS,
+        kl_mask_BS=torch.ones(1, p["S"], dtype=torch.bool),
+        kl_scale=1.0 / p["S"],
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
 
     def run() -> Tensor:

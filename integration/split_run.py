@@ -1,13 +1,14 @@
-"""One rank of a comparison run: train a few steps and keep what a step computed.
+"""One rank of comparison runs: train a few steps and keep what each step computed.
 
-    torchrun ... split_run.py seed OUT [torchtitan options]   write an unsharded seed checkpoint
-    torchrun ... split_run.py train OUT [torchtitan options]  train; rank 0 writes OUT
-    torchrun ... split_run.py load OUT [torchtitan options]   write the weights a run begins with
+    torchrun ... split_run.py JOBS
 
-After training, OUT holds the LM loss, each layer's indexer loss, the gradient norm and all whole
+JOBS is a file of a JSON list of objects, run one after the other: {"mode", "out", "options"}, with
+the options of torchtitan, and "seed" in mode "seed". Mode "seed" writes an unsharded seed checkpoint,
+"load" writes to OUT the weights that a run begins with, "train" trains. After training, OUT holds the LM loss, each layer's indexer loss, the gradient norm and all whole
 gradients of every step, and the smallest gaps between a query's k-th and (k+1)-th index score.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -25,24 +26,30 @@ from titan_npu_train.deepseek_v32 import attention  # noqa: E402
 
 
 def main() -> None:
-    mode, out, *options = sys.argv[1:]
     init_logger()
-    config = ConfigManager().parse_args(["--module", "titan_npu_train.deepseek_v32", *options])
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        run(job)
+
+
+def run(job: dict) -> None:
+    options = ["--module", "titan_npu_train.deepseek_v32", *job["options"]]
+    config = ConfigManager().parse_args(options)
     trainer = config.build()
-    if mode == "seed":
-        make_everything_matter(trainer.model_parts[0], int(out))
+    if job["mode"] == "seed":
+        make_everything_matter(trainer.model_parts[0], job["seed"])
         trainer.checkpointer.save(curr_step=0, last_step=True)
     else:
         trainer.checkpointer.load(step=config.checkpoint.load_step)
-        if mode == "load":
+        if job["mode"] == "load":
             record = {
                 name: whole(value) for name, value in trainer.model_parts[0].state_dict().items()
             }
         else:
             record = train(trainer, config.training.steps)
         if torch.distributed.get_rank() == 0:
-            torch.save(record, Path(out))
+            torch.save(record, Path(job["out"]))
     trainer.close()
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
@@ -74,7 +81,8 @@ def train(trainer, steps: int) -> dict:
     ]
 
     def keep_gradients(*_) -> None:
-        record["steps"].append({"gradients": {name: whole(p.grad) for name, p in parameters}})
+        mine = {name: whole(p.grad) for name, p in parameters}
+        record["steps"].append({"gradients": of_all_stages(trainer, mine)})
 
     def keep_metrics(step, loss, max_loss, grad_norm, extra_metrics) -> None:
         record["steps"][-1] |= {
@@ -90,13 +98,24 @@ def train(trainer, steps: int) -> dict:
         trainer.step += 1
         trainer.train_step(batches)
         trainer.checkpointer.save(trainer.step, last_step=trainer.step == steps)
-    record["expert_biases"] = {
+    biases = {
         name.replace("_checkpoint_wrapped_module.", ""): whole(buffer)
         for part in trainer.model_parts
         for name, buffer in part.named_buffers()
         if name.endswith("expert_bias_E")
     }
+    record["expert_biases"] = of_all_stages(trainer, biases)
     return record
+
+
+def of_all_stages(trainer, mine: dict) -> dict:
+    """What the ranks of this one's pipeline have, together."""
+    mesh = trainer.parallel_dims.get_optional_mesh("pp")
+    if mesh is None:
+        return mine
+    parts = [None] * mesh.size()
+    torch.distributed.all_gather_object(parts, mine, group=mesh.get_group())
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -111,10 +130,11 @@ def watch_gaps() -> list[float]:
     gaps: list[float] = []
     attend = attention.dsa_attention
 
-    def watched(q, kv, q_index, k_index, weights, *, topk, bounds, **kwargs):
+    def watched(q, kv, q_index, k_index, weights, *, topk, bounds, query_split, **kwargs):
+        rows = bounds if query_split is None else query_split.take(bounds)
         with torch.no_grad():
             _, scores = attention.lightning_indexer(
-                q_index, k_index, weights, topk=topk + 1, bounds=bounds
+                q_index, k_index, weights, topk=topk + 1, bounds=rows
             )
         last, first_out = scores[..., topk - 1], scores[..., topk]
         # Two keys no head responds to both score exactly 0: a tie that position decides, not
@@ -122,7 +142,13 @@ def watch_gaps() -> list[float]:
         decided = first_out.isfinite() & ((last != 0) | (first_out != 0))
         gap = (last - first_out)[decided]
         gaps.append(gap.min().item() if gap.numel() else float("inf"))
-        return attend(q, kv, q_index, k_index, weights, topk=topk, bounds=bounds, **kwargs)
+        return attend(
+            *(q, kv, q_index, k_index, weights),
+            topk=topk,
+            bounds=bounds,
+            query_split=query_split,
+            **kwargs,
+        )
 
     attention.dsa_attention = watched
     return gaps

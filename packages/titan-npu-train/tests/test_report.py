@@ -236,8 +236,9 @@ def test_the_training_s_own_indexer_loss_is_the_top_k_one(model, batch):
     from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
 
     tokens, labels, positions = batch
-    weight = (labels != -100).float() / int((labels != -100).sum())
-    model(tokens, positions, DSAMasks.from_positions(positions, weight)).sum().backward()
+    valid = labels != -100
+    masks = DSAMasks.from_positions(positions, kl_mask_BS=valid, kl_scale=1 / valid.sum())
+    model(tokens, positions, masks).sum().backward()
     losses = model.take_indexer_losses()
     evaluation = evaluate_model(model, [batch], seeds=(0,))
     for figures in evaluation.layers:

@@ -2,16 +2,22 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import full_dtensor
+from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.trainer import Trainer as TitanTrainer
 
+from titan_custom_cp import current_context
+from titan_npu_train.context_parallel import ContextParallelOptions
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
 from titan_npu_train.deepseek_v32.model import DeepSeekV32Model
+from titan_npu_train.deepseek_v32.mtp import shifted_labels, shifted_tokens
 from titan_npu_train.deepseek_v32.options import DSAOptions
 from titan_npu_train.gradients import clip_grad_norm
 from titan_npu_train.metrics import MetricsProcessor
@@ -32,6 +38,7 @@ class Trainer(TitanTrainer):
     class Config(TitanTrainer.Config):
         metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
         dsa: DSAOptions = field(default_factory=DSAOptions)
+        context_parallel: ContextParallelOptions = field(default_factory=ContextParallelOptions)
 
     config: Config
     metrics_processor: MetricsProcessor
@@ -44,18 +51,50 @@ class Trainer(TitanTrainer):
             self.config.dsa.indexer_loss_coefficient > 0
         )
 
+    @property
+    def mtp_depths(self) -> int:
+        return len(getattr(self.model_config, "mtp_layers", ()))
+
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        inputs, labels, kwargs = super().post_dataloading_process(input_dict, labels)
-        if isinstance(self.model_config, DeepSeekV32Model.Config):
-            weight_BS = None
-            if self.trains_indexers:
-                assert self._global_valid_tokens is not None
-                weight_BS = (labels != IGNORE_INDEX).float() / self._global_valid_tokens
-                weight_BS = weight_BS * self.config.dsa.indexer_loss_coefficient
-            kwargs["attention_masks"] = DSAMasks.from_positions(kwargs["positions"], weight_BS)
+        if not isinstance(self.model_config, DeepSeekV32Model.Config):
+            return super().post_dataloading_process(input_dict, labels)
+        # What is here has been sharded by the context that forward_backward_step opened.
+        kwargs: dict[str, Any] = dict(input_dict)
+        inputs = kwargs.pop("input")
+        masks = self._masks(kwargs["positions"], labels if labels.dim() == 2 else labels[..., 0])
+        self.ntokens_seen += inputs.numel()
+        backend = self.config.parallelism.spmd_backend
+        if backend == "full_dtensor":
+            wrap = full_dtensor.parallelize_inputs
+            inputs, labels, kwargs = wrap(self.parallel_dims, inputs, labels, kwargs)
+        elif backend == "spmd_types":
+            wrap = annotate_input_spmd_types
+            inputs, labels, kwargs = wrap(self.parallel_dims, inputs, labels, kwargs)
+            for name in ("mtp_tokens", "mtp_exist"):
+                if name in kwargs:
+                    wrap(self.parallel_dims, kwargs[name], labels, {})
+        kwargs["attention_masks"] = masks
+        if self.mtp_depths:
+            exist_BSM = input_dict["mtp_exist"]
+            kwargs["mtp_masks"] = [
+                masks.restricted_to(exist_BSM[..., d]) for d in range(self.mtp_depths)
+            ]
         return inputs, labels, kwargs
+
+    def _masks(self, positions_BS: torch.Tensor, labels_BS: torch.Tensor) -> DSAMasks:
+        context = current_context()
+        index_S = None if context is None else context.index
+        if not self.trains_indexers:
+            return DSAMasks.from_positions(positions_BS, index_S=index_S)
+        assert self._global_valid_tokens is not None
+        return DSAMasks.from_positions(
+            positions_BS,
+            index_S=index_S,
+            kl_mask_BS=labels_BS != IGNORE_INDEX,
+            kl_scale=self.config.dsa.indexer_loss_coefficient / self._global_valid_tokens,
+        )
 
     def forward_backward_step(
         self,
@@ -66,8 +105,29 @@ class Trainer(TitanTrainer):
     ) -> torch.Tensor:
         # post_dataloading_process, called from here, weighs the indexer loss by it.
         self._global_valid_tokens = global_valid_tokens
-        return super().forward_backward_step(
-            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        if self.mtp_depths and isinstance(self.model_config, DeepSeekV32Model.Config):
+            # MTP has no pipeline: one microbatch. Shifted here, while the sequence is whole.
+            assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
+            positions = input_dict["positions"]
+            tokens, exist = shifted_tokens(input_dict["input"], positions, self.mtp_depths)
+            input_dict = input_dict | {"mtp_tokens": tokens, "mtp_exist": exist}
+            labels = shifted_labels(labels, positions, self.mtp_depths)
+        with self._context_parallel(input_dict, labels):
+            return super().forward_backward_step(
+                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+            )
+
+    def _context_parallel(self, input_dict, labels) -> AbstractContextManager:
+        """A context in which this rank has its part of the sequences; all microbatches share it."""
+        if not self.parallel_dims.cp_enabled or not isinstance(
+            self.model_config, DeepSeekV32Model.Config
+        ):
+            return nullcontext()
+        inputs = input_dict if isinstance(input_dict, list) else [input_dict]
+        targets = labels if isinstance(labels, list) else [labels]
+        tensors = [x for one in inputs for x in one.values() if torch.is_tensor(x)] + targets
+        return self.config.context_parallel.open(
+            self.config.parallelism, self.parallel_dims.get_mesh("cp"), tensors
         )
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
@@ -180,7 +240,10 @@ class Trainer(TitanTrainer):
             **learning_rates,
         }
         if indexer_losses is not None:
-            layers = self._sum_over(self._sum_over(indexer_losses, "pp"), "loss")
+            # Tensor-parallel ranks have the loss of their own queries.
+            layers = indexer_losses
+            for mesh in ("pp", "loss", "tp"):
+                layers = self._sum_over(layers, mesh)
             extra["indexer_loss"] = layers.mean().item()
             extra["indexer_loss_layers"] = layers.tolist()
         self.metrics_processor.log(

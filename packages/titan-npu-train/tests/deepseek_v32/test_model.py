@@ -234,8 +234,9 @@ def test_same_keys_with_and_without_gradient(batch, monkeypatch):
 def test_mtp_layer_has_an_indexer_of_its_own(batch):
     model = build(model_config(replace(TINY, n_mtp_layers=1)))
     tokens, labels, positions = batch
-    weight = (labels != -100).float() / (labels != -100).sum()
-    main, mtp = model(tokens, positions, DSAMasks.from_positions(positions, weight))
+    valid = labels != -100
+    masks = DSAMasks.from_positions(positions, kl_mask_BS=valid, kl_scale=1 / valid.sum())
+    main, mtp = model(tokens, positions, masks)
     (main.square().mean() + mtp.square().mean()).backward()
     found = gradients(model)
     worst_difference(found, found)  # every parameter has one
@@ -249,13 +250,12 @@ def test_the_mtp_indexer_learns_from_real_inputs_only():
     config = model_config(replace(TINY, n_mtp_layers=1))
     positions = packed_positions((40, 24))
     tokens = torch.randint(0, TINY.vocab_size, (1, SEQ_LEN), generator=torch.manual_seed(2))
-    weight = torch.full((1, SEQ_LEN), 1 / SEQ_LEN)
     losses = []
-    for last in (0.0, 1.0):
+    for last in (False, True):
         model = build(config)
-        changed = weight.clone()
-        changed[0, [39, 63]] = last
-        main, mtp = model(tokens, positions, DSAMasks.from_positions(positions, changed))
+        counts = torch.ones(1, SEQ_LEN, dtype=torch.bool)
+        counts[0, [39, 63]] = last
+        main, mtp = model(tokens, positions, DSAMasks.from_positions(positions, kl_mask_BS=counts))
         (main.sum() + mtp.sum()).backward()
         losses.append(model.take_indexer_losses())
     assert torch.equal(losses[0][TINY.n_layers], losses[1][TINY.n_layers])
@@ -267,7 +267,8 @@ def test_checkpointing_covers_mtp_layers(policy):
     config = model_config(replace(TINY, n_mtp_layers=1))
     tokens = torch.randint(0, TINY.vocab_size, (1, SEQ_LEN), generator=torch.manual_seed(2))
     positions = packed_positions((40, 24))
-    masks = DSAMasks.from_positions(positions, torch.full((1, SEQ_LEN), 1 / SEQ_LEN))
+    counts = torch.ones(1, SEQ_LEN, dtype=torch.bool)
+    masks = DSAMasks.from_positions(positions, kl_mask_BS=counts, kl_scale=1 / SEQ_LEN)
     found = []
     for checkpointed in (False, True):
         model = build(config)

@@ -77,8 +77,10 @@ def forward(
     """The LM loss, with the indexer loss attached, as the trainer does it."""
     valid = labels != -100
     count = valid_tokens or int(valid.sum())
-    weight = coefficient * valid.float() / count if coefficient else None
-    logits = model(tokens, positions, DSAMasks.from_positions(positions, weight))
+    masks = DSAMasks.from_positions(
+        positions, kl_mask_BS=valid if coefficient else None, kl_scale=coefficient / count
+    )
+    logits = model(tokens, positions, masks)
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
     )

@@ -14,11 +14,11 @@ from torchtitan.distributed.activation_checkpoint import (
     FullAC,
     SelectiveAC,
 )
-from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from titan_npu_train.checkpoint import VerifiedCheckpointManager
 from titan_npu_train.data import PackedTextDataLoader
 from titan_npu_train.deepseek_v32 import DeepSeekV32Model, model_registry
+from titan_npu_train.deepseek_v32.mtp import MTPLoss
 from titan_npu_train.metrics import MetricsProcessor
 from titan_npu_train.trainer import Trainer
 

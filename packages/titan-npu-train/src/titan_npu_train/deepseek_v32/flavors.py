@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config
+from torchtitan.models.common.config_utils import make_ffn_config
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import depth_scaled_std
 from torchtitan.models.common.rope import CosSinRoPE
@@ -17,6 +17,7 @@ from titan_npu_train.deepseek_v32.attention import Attention, inner_attention_co
 from titan_npu_train.deepseek_v32.indexer import Indexer
 from titan_npu_train.deepseek_v32.model import DeepSeekV32Model, MTPBlock
 from titan_npu_train.deepseek_v32.modules import Float32LayerNorm, Float32Linear, GroupedExperts
+from titan_npu_train.deepseek_v32.moe import MoE
 from titan_npu_train.expert_dispatch import ExpertDispatcher
 
 __all__ = ["FLAVORS", "Flavor", "model_config"]
@@ -221,7 +222,7 @@ def _feed_forward(flavor: Flavor, layer_id: int, hidden_dim: int):
 
 def _moe(flavor: Flavor, layer_id: int):
     deep = depth_scaled_std(0.02, layer_id)
-    return make_moe_config(
+    return MoE.Config(
         num_experts=flavor.num_experts,
         router=TokenChoiceTopKRouter.Config(
             num_experts=flavor.num_experts,

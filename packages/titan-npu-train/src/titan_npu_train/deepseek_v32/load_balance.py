@@ -1,18 +1,21 @@
-"""Auxiliary-loss-free load balancing of the experts, in main and MTP layers."""
+"""Auxiliary-loss-free load balancing of the experts, in main and MTP layers.
 
+Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts,
+arXiv:2408.15664, with each step's changes centred, as torchtitan does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
 from torch import nn
-from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import ParallelDims
 
+from titan_npu_train.deepseek_v32.moe import MoE
+
 __all__ = ["register_moe_load_balancing"]
-
-
-class _MTPLayers(nn.Module):
-    """Presents MTP layers the way torchtitan's hook looks for layers."""
-
-    def __init__(self, mtp_layers: nn.ModuleList):
-        super().__init__()
-        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(mtp_layers)})
 
 
 def register_moe_load_balancing(
@@ -20,9 +23,35 @@ def register_moe_load_balancing(
 ) -> None:
     """Update every expert bias before each optimizer step.
 
-    torchtitan's own hook looks at ``layers`` only, so an MTP layer's experts would never be
-    balanced.
+    torchtitan's own hook knows other counts than :class:`.moe.MoE` keeps: doubled by activation
+    checkpointing, the same on all TP ranks without expert parallelism, and none of MTP layers.
     """
-    found = [getattr(part, "mtp_layers", None) for part in model_parts]
-    mtp = [_MTPLayers(layers) for layers in found if isinstance(layers, nn.ModuleList)]
-    register_moe_load_balancing_hook(optimizers, [*model_parts, *mtp], parallel_dims)
+    layers = [
+        module
+        for part in model_parts
+        for module in part.modules()
+        if isinstance(module, MoE) and module.load_balance_coeff is not None
+    ]
+    # Every rank of these two counted tokens of its own.
+    meshes = [parallel_dims.get_optional_mesh(name) for name in ("tp", "loss")]
+    groups = [mesh.get_group() for mesh in meshes if mesh is not None]
+    if layers:
+        optimizers.register_step_pre_hook(lambda *_: _update_expert_biases(layers, groups))
+
+
+@torch.no_grad()
+def _update_expert_biases(layers: Sequence[MoE], groups: Sequence[dist.ProcessGroup]) -> None:
+    # Letters: N MoE layers, E experts. Integers: ranks and their number must not change a sign.
+    counts_NE = torch.stack([_local(moe.tokens_per_expert_E) for moe in layers]).long()
+    for group in groups:
+        dist.all_reduce(counts_NE, group=group)
+    mean_times_E_N1 = counts_NE.sum(-1, keepdim=True)
+    sign_NE = (mean_times_E_N1 - counts_NE * counts_NE.size(-1)).sign().float()
+    for moe, sign_E in zip(layers, sign_NE, strict=True):
+        delta_E = moe.load_balance_coeff * sign_E
+        _local(moe.expert_bias_E).add_(delta_E - delta_E.mean())
+        _local(moe.tokens_per_expert_E).zero_()
+
+
+def _local(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.to_local() if isinstance(buffer, DTensor) else buffer

@@ -1,16 +1,21 @@
 """DeepSeek-V3.2: torchtitan's DeepSeek-V3 with an indexer and sparse attention in every layer."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, MTPTransformerBlock
+from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 from torchtitan.tools.logging import logger
 
+from titan_npu_train.context_parallel import ContextParallelOptions
 from titan_npu_train.deepseek_v32.attention import Attention, attention_modules
 from titan_npu_train.deepseek_v32.flops import training_flops
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
+from titan_npu_train.deepseek_v32.mtp import shifted_tokens
 from titan_npu_train.deepseek_v32.options import DSAOptions
 from titan_npu_train.deepseek_v32.sharding import set_dsa_sharding_config
 
@@ -18,34 +23,11 @@ __all__ = ["DeepSeekV32Model", "MTPBlock"]
 
 
 class MTPBlock(MTPTransformerBlock):
-    """torchtitan's MTP layer, whose indexer learns from the positions that have an input.
-
-    A document's last positions have no token to look ahead to: they are filled, and neither loss
-    may count them.
-    """
+    """torchtitan's MTP layer, whose attention has an indexer of its own."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MTPTransformerBlock.Config):
         pass
-
-    def forward(
-        self,
-        mtp_input_embed: torch.Tensor,
-        prev_embed: torch.Tensor,
-        mtp_input_valid_mask: torch.Tensor,
-        attention_masks: DSAMasks | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if attention_masks is not None and attention_masks.kl_weight_BS is not None:
-            weight_BS = attention_masks.kl_weight_BS * mtp_input_valid_mask
-            attention_masks = attention_masks._replace(kl_weight_BS=weight_BS)
-        return super().forward(
-            mtp_input_embed,
-            prev_embed,
-            mtp_input_valid_mask,
-            attention_masks,  # pyrefly: ignore[bad-argument-type]
-            positions,
-        )
 
 
 class DeepSeekV32Model(DeepSeekV3Model):
@@ -54,8 +36,21 @@ class DeepSeekV32Model(DeepSeekV3Model):
     @dataclass(kw_only=True, slots=True)
     class Config(DeepSeekV3Model.Config):
         def update_from_config(self, *, config, **kwargs) -> None:
-            _check_parallelism(config.parallelism)
-            DeepSeekV3Model.Config.update_from_config(self, config=config, **kwargs)
+            _check_parallelism(self, config)
+            # Not MTPDecoder's own, which refuses MTP under context parallelism: there, tokens are
+            # shifted before they are sharded (see :mod:`.mtp`).
+            main_layers = self.layers
+            self.layers = [*main_layers, *self.mtp_layers]
+            try:
+                Decoder.Config.update_from_config(self, config=config, **kwargs)
+            finally:
+                self.layers = main_layers
+            parallelism = config.parallelism
+            set_deepseek_v3_sharding_config(
+                self,
+                enable_sp=parallelism.enable_sequence_parallel,
+                enable_ep=parallelism.expert_parallel_degree > 1,
+            )
             options = getattr(config, "dsa", None) or DSAOptions()
             for layer in [*self.layers, *self.mtp_layers]:
                 attention = layer.attention
@@ -85,6 +80,48 @@ class DeepSeekV32Model(DeepSeekV3Model):
             )
             return total, round(flops.total)
 
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_masks: DSAMasks | None = None,
+        mtp_tokens: torch.Tensor | None = None,
+        mtp_exist: torch.Tensor | None = None,
+        mtp_masks: Sequence[DSAMasks] | None = None,
+    ):
+        """Logits [B, S, vocabulary]; with MTP layers, a list of the main ones and each depth's.
+
+        Args:
+            tokens: [B, S], or a stage's hidden states [B, S, D].
+            positions: [B, S], restarting at every packed document.
+            attention_masks: see :class:`.indexer_loss.DSAMasks`; None trains no indexer.
+            mtp_tokens, mtp_exist: what :func:`.mtp.shifted_tokens` makes of the whole sequence;
+                None where ``tokens`` are the whole sequence.
+            mtp_masks: each depth's masks; None takes ``attention_masks``, restricted to
+                ``mtp_exist``.
+        """
+        if self.mtp_layers is None:
+            return super().forward(tokens, positions, attention_masks)
+        depths = len(self.mtp_layers)
+        if mtp_tokens is None or mtp_exist is None:
+            mtp_tokens, mtp_exist = shifted_tokens(tokens, positions, depths)
+        if mtp_masks is None and attention_masks is not None:
+            mtp_masks = [attention_masks.restricted_to(mtp_exist[..., d]) for d in range(depths)]
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, attention_masks, positions)
+        outputs = [self.norm(h)]
+        for depth, layer in enumerate(self.mtp_layers):
+            h = layer(
+                self.tok_embeddings(mtp_tokens[..., depth]),
+                h,
+                mtp_exist[..., depth],
+                None if mtp_masks is None else mtp_masks[depth],
+                positions,
+            )
+            outputs.append(h)
+        return [self.lm_head(output) for output in outputs]
+
     def get_attention_masks(self, positions: torch.Tensor) -> DSAMasks:
         """The mask every layer shares: causal within each packed document."""
         return DSAMasks.from_positions(positions)
@@ -110,16 +147,37 @@ class DeepSeekV32Model(DeepSeekV3Model):
         return attention_modules(self)
 
 
-def _check_parallelism(parallelism) -> None:
-    """Refuse what would run and be wrong."""
-    for degree, what in (
-        ("tensor_parallel_degree", "tensor"),
-        ("context_parallel_degree", "context"),
-    ):
-        if (value := getattr(parallelism, degree)) > 1:
-            raise ValueError(
-                f"parallelism.{degree} is {value}: sparse attention does not support {what} "
-                "parallelism in this version, and the 671B configurations wait for it. Where the "
-                "model fits, set it to 1 and use data_parallel_shard_degree, "
-                "data_parallel_replicate_degree or expert_parallel_degree"
-            )
+_SPLIT_BACKWARD = ("ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble")
+
+
+def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
+    """Refuse, before anything is built, what could not run or would be wrong."""
+    parallelism = config.parallelism
+    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    pipeline = parallelism.pipeline_parallel_degree
+    training = getattr(config, "training", None)
+    if training is not None and tensor > 1 and training.seq_len % (2 * tensor * context):
+        parts = 2 * tensor * context
+        raise ValueError(
+            f"training.seq_len {training.seq_len} is not divisible by {parts} (2 x "
+            f"tensor_parallel_degree {tensor} x context_parallel_degree {context}): every "
+            "tensor-parallel rank indexes an early and a late part of the queries. Use "
+            f"--training.seq_len {max(1, training.seq_len // parts) * parts}"
+        )
+    if training is not None and context > 1:
+        options = getattr(config, "context_parallel", None) or ContextParallelOptions()
+        options.check(parallelism, training.seq_len)
+    if pipeline > 1 and model.mtp_layers:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {pipeline}, but a multi-token-prediction "
+            "layer needs the embedding of the first stage and the hidden states of the last: use "
+            "a configuration without MTP, or set it to 1"
+        )
+    schedule = parallelism.pipeline_parallel_schedule
+    checkpointing = getattr(config, "activation_checkpoint", None)
+    if pipeline > 1 and schedule in _SPLIT_BACKWARD and checkpointing is not None:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule {schedule} runs the backward of a layer in "
+            "two parts, and each would recompute its checkpointed forward: use "
+            "activation_checkpoint:none, or 1F1B or Interleaved1F1B"
+        )

@@ -5,8 +5,10 @@ Shape letters: E experts, F expert hidden, D model dim, R routed rows.
 
 from dataclasses import dataclass
 
+import spmd_types as spmd
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts as TitanGroupedExperts
 from torchtitan.models.common.nn_modules import LayerNorm
@@ -26,8 +28,14 @@ class Float32Linear(Linear):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.float()
         bias = None if self.bias is None else self.bias.float()
-        return F.linear(input.float(), self.weight.float(), bias)
+        if isinstance(input, DTensor) and input.ndim == 3:
+            # F.linear folds batch and sequence, which DTensor cannot undo where two mesh axes
+            # (context and tensor parallel) shard the sequence.
+            output = torch.bmm(input.float(), weight.t().expand(input.size(0), -1, -1))
+            return output if bias is None else output + bias
+        return F.linear(input.float(), weight, bias)
 
 
 class Float32LayerNorm(LayerNorm):
@@ -56,10 +64,9 @@ class GroupedExperts(TitanGroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         w1_EFD, w2_EDF, w3_EFD = (
-            (w.to_local() if hasattr(w, "to_local") else w).to(x_RD.dtype)
-            for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+            _local(w).to(x_RD.dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
-        offsets_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        offsets_E = _untyped_offsets(num_tokens_per_expert_E, x_RD)
         gate_RF = self._grouped_mm(A=x_RD, B_t=w1_EFD.mT, offs=offsets_E)
         up_RF = self._grouped_mm(A=x_RD, B_t=w3_EFD.mT, offs=offsets_E)
         return self._grouped_mm(A=F.silu(gate_RF) * up_RF, B_t=w2_EDF.mT, offs=offsets_E)
@@ -73,3 +80,22 @@ class GroupedExperts(TitanGroupedExperts):
         ends = offs.tolist()
         rows = [A[lo:hi] @ B for lo, hi, B in zip([0, *ends[:-1]], ends, B_t, strict=True)]
         return torch.cat([*rows, A.new_zeros(A.size(0) - ends[-1], B_t.size(-1))])
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a weight. Ranks that hold the same part have different tokens."""
+    if not isinstance(weight, DTensor):
+        return weight
+    gradient = [Partial() if p.is_replicate() else p for p in weight.placements]
+    return weight.to_local(grad_placements=gradient)
+
+
+def _untyped_offsets(counts_E: torch.Tensor, x_RD: torch.Tensor) -> torch.Tensor:
+    """Where each expert's rows end, int32 [E]; to SPMD type checking of the type of the rows."""
+    if torch.compiler.is_compiling() or not spmd.is_type_checking():
+        return counts_E.cumsum(0, dtype=torch.int32)
+    with spmd.no_typecheck():
+        offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+    # As sums over ranks (the type of the counts) offsets could not meet rows, which vary.
+    spmd.assert_local_type_like(offsets_E, x_RD)
+    return offsets_E

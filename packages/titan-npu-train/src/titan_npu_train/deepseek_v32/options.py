@@ -18,6 +18,12 @@ class DSAOptions:
     backend: str | None = None
     """Backend of npu_dsa_kernels ("reference", "torch", ...). None keeps the model's own."""
 
+    kl_backend: str | None = None
+    """
+    Backend of the indexers' loss alone. None takes the attention's: on Ascend NPU the fused
+    operator, which needs all heads of a token ("torch" runs blocks on the same device instead).
+    """
+
     topk: int | None = None
     """Keys a query attends to. None keeps the model's own."""
 
@@ -30,20 +36,22 @@ class DSAOptions:
     def __post_init__(self) -> None:
         if self.topk is not None and self.topk < 1:
             raise ValueError(f"dsa.topk must be at least 1, got {self.topk}")
-        if self.backend is not None:
-            from npu_dsa_kernels import backends
-
-            states = backends()
-            if self.backend not in states:
-                raise ValueError(
-                    f"dsa.backend must be one of {', '.join(states)}, got {self.backend!r}"
-                )
-            if states[self.backend] != "available":
-                raise ValueError(
-                    f"dsa.backend {self.backend!r} is not available: {states[self.backend]}"
-                )
+        _check_backend("dsa.backend", self.backend)
+        _check_backend("dsa.kl_backend", self.kl_backend)
         coefficient = self.indexer_loss_coefficient
         if not (math.isfinite(coefficient) and coefficient >= 0):
             raise ValueError(
                 f"dsa.indexer_loss_coefficient must be finite and not negative, got {coefficient}"
             )
+
+
+def _check_backend(option: str, name: str | None) -> None:
+    if name is None:
+        return
+    from npu_dsa_kernels import backends
+
+    states = backends()
+    if name not in states:
+        raise ValueError(f"{option} must be one of {', '.join(states)}, got {name!r}")
+    if states[name] != "available":
+        raise ValueError(f"{option} {name!r} is not available: {states[name]}")

@@ -25,7 +25,6 @@ from torchtitan.distributed.activation_checkpoint import (
 from torchtitan.distributed.full_dtensor import (
     resolve_fsdp_mesh,
     resolve_sparse_fsdp_mesh,
-    validate_config,
 )
 
 from fsdp2_npu import shard_model
@@ -63,11 +62,7 @@ def parallelize_deepseek_v32(
     dump_folder: str,
 ) -> DeepSeekV32Model:
     """Apply the configured parallelism to a model, or a pipeline stage of it, in place."""
-    multi_axis = parallelism.spmd_backend in ("full_dtensor", "spmd_types")
-    if multi_axis:
-        validate_config(parallel_dims, model)
-    if multi_axis or parallel_dims.ep_enabled:
-        model.parallelize(parallel_dims)
+    model.parallelize(parallel_dims)
 
     if ac_config is not None:
         if type(ac_config) is SelectiveAC.Config:
