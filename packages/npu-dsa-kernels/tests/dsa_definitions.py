@@ -71,6 +71,25 @@ def sparse_attention(q, kv, indices, scale, v_dim):
     return torch.stack(outs).view(B, S, H, v_dim), torch.stack(lses).view(B, S, H)
 
 
+def dense_attention(q, k, v, scale, bounds=None):
+    B, S, H, _ = q.shape
+    outs, lses = [], []
+    for b in range(B):
+        for t in range(S):
+            keys = visible_keys(bounds, b, t, k.shape[1])
+            for h in range(H):
+                if not keys:
+                    outs.append(torch.zeros(v.shape[3], dtype=q.dtype))
+                    lses.append(torch.tensor(-math.inf, dtype=q.dtype))
+                    continue
+                logits = scale * (k[b, keys.start : keys.stop, h] @ q[b, t, h])
+                peak = logits.max().detach()
+                e = (logits - peak).exp()
+                outs.append(e @ v[b, keys.start : keys.stop, h] / e.sum())
+                lses.append(peak + e.sum().log())
+    return torch.stack(outs).view(B, S, H, -1), torch.stack(lses).view(B, S, H)
+
+
 def attention_target(q, kv, indices, scale):
     B, S, H, _ = q.shape
     target = torch.zeros(indices.shape, dtype=torch.float64)

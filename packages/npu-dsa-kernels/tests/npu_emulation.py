@@ -207,6 +207,25 @@ def _npu_fusion_attention(a):
     return out, peak, total, torch.empty(0, dtype=out.dtype), 0, 0, 0
 
 
+def _npu_fusion_attention_grad(a):
+    dq, dk, dv = (torch.zeros(x.shape) for x in (a.query, a.key, a.value))
+    for row, prefix, keys, visible in _sequences(
+        a, a.input_layout, a.actual_seq_qlen, a.actual_seq_kvlen, a.query, a.key
+    ):
+        k, v = a.key[prefix][keys][:visible].float(), a.value[prefix][keys][:visible].float()
+        q, d_out, out = (x[row].float() for x in (a.query, a.dy, a.attention_in))
+        place = (row[0], slice(None), row[1]) if len(row) == 2 else row
+        peak, total = a.softmax_max[place][:, :1], a.softmax_sum[place][:, :1]
+        p = (a.scale_value * torch.einsum("hd,chd->hc", q, k) - peak).exp() / total
+        d_p = torch.einsum("hv,chv->hc", d_out, v) - (d_out * out).sum(-1, keepdim=True)
+        d_x = a.scale_value * p * d_p
+        dq[row] = torch.einsum("hc,chd->hd", d_x, k)
+        dk[prefix][keys][:visible] += torch.einsum("hc,hd->chd", d_x, q)
+        dv[prefix][keys][:visible] += torch.einsum("hc,hv->chv", p, d_out)
+    dq, dk, dv = (x.to(a.query.dtype) for x in (dq, dk, dv))
+    return dq, dk, dv, None, torch.empty(0)
+
+
 def _index_scores(a, row, prefix, keys, visible):
     k = a.key_index[prefix][keys][:visible].squeeze(1).float()
     dots = a.query_index[row].float() @ k.T

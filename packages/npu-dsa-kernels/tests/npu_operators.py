@@ -54,6 +54,17 @@ SCHEMAS = {
         'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, '
         "int seed=0, int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
     ),
+    "npu_fusion_attention_grad": (
+        "(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, str input_layout, *, "
+        "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, "
+        "Tensor? softmax_max=None, Tensor? softmax_sum=None, Tensor? softmax_in=None, "
+        "Tensor? attention_in=None, float scale_value=1., float keep_prob=1., "
+        "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, "
+        "int seed=0, int offset=0, int numels=0, int[]? prefix=None, int[]? actual_seq_qlen=None, "
+        "int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
+        'bool sync=False, str softmax_layout="", Tensor? sink=None) '
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
     "npu_dense_lightning_indexer_softmax_lse": (
         "(Tensor query_index, Tensor key_index, Tensor weights, *, "
         "SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, "
@@ -305,6 +316,7 @@ def _fusion_attention(a, stated) -> None:
     rows, keys = _rows(a, a.input_layout, "query", "key")
     H, D = a.query.shape[-2:]
     _want(a.head_num == H <= 256 and D <= 768, f"head_num {a.head_num}, of {H} x {D}")
+    _want(max(rows[-1], keys[-1]) <= 2**20, f"{rows[-1]} queries and {keys[-1]} keys")
     _tensor(a, "query", (*rows, H, D), FLOATS)
     _tensor(a, "key", (*keys, H, D), (a.query.dtype,))
     _want(a.value.shape[-1] <= D, "values wider than keys")
@@ -321,6 +333,16 @@ def _fusion_attention(a, stated) -> None:
             _ends(a, "actual_seq_kvlen", keys[0], stated, tensor=False) == count,
             "as many sequences of keys as of queries",
         )
+
+
+def _fusion_attention_grad(a, stated) -> None:
+    _fusion_attention(a, stated)
+    *rows, H, _ = a.query.shape
+    for name in ("dy", "attention_in"):
+        _tensor(a, name, (*rows, H, a.value.shape[-1]), (a.query.dtype,))
+    shape = (rows[0], H, rows[1], 8) if len(rows) == 2 else (*rows, H, 8)
+    for name in ("softmax_max", "softmax_sum"):
+        _tensor(a, name, shape, (torch.float32,))
 
 
 def _dense_softmax(a, stated) -> None:
@@ -458,6 +480,7 @@ _CHECKS = {
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
     "npu_sparse_lightning_indexer_grad_kl_loss": _kl_loss,
     "npu_fusion_attention": _fusion_attention,
+    "npu_fusion_attention_grad": _fusion_attention_grad,
     "npu_dense_lightning_indexer_softmax_lse": _dense_softmax,
     "npu_dense_lightning_indexer_grad_kl_loss": _dense_loss,
     "npu_rms_norm": _rms_norm,

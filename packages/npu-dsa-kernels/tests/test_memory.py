@@ -15,6 +15,7 @@ import torch
 
 from npu_dsa_kernels import (
     attention_target,
+    dense_attention,
     dense_indexer_kl_loss,
     grouped_matmul,
     indexer_kl_loss,
@@ -129,6 +130,19 @@ def test_the_dense_loss_holds_no_square(monkeypatch):
     assert peaks[2048] <= 2.2 * peaks[1024], peaks
     assert peaks[4096] <= 2.2 * peaks[2048], peaks
     assert peaks[4096] < 4096 * 4096, peaks  # a quarter of one S x S matrix of floats
+
+
+def test_dense_attention_holds_no_square(monkeypatch):
+    monkeypatch.setattr(blocked, "_CPU_BLOCK_BYTES", 2**16)
+
+    def attend(S):
+        q, k, v = (torch.randn(1, S, H, d, requires_grad=True) for d in (D, D, V))
+        return lambda: dense_attention(q, k, v, scale=0.25)[0].sum().backward()
+
+    peaks = {S: peak_bytes(attend(S)) for S in (512, 1024, 2048)}
+    assert peaks[1024] <= 2.2 * peaks[512], peaks
+    assert peaks[2048] <= 2.2 * peaks[1024], peaks
+    assert peaks[2048] < 2048 * 2048, peaks  # a quarter of one S x S matrix of floats
 
 
 def test_a_grouped_matmul_holds_its_results_alone():

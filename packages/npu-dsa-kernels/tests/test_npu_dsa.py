@@ -16,6 +16,7 @@ from dsa_definitions import PACKED, assert_close, cases, leaves
 from npu_dsa_kernels import (
     attention_target,
     causal_bounds,
+    dense_attention,
     dense_indexer_kl_loss,
     dsa_attention,
     indexer_kl_loss,
@@ -407,6 +408,83 @@ def test_dense_loss_takes_what_the_operator_takes(calls):
     assert not calls
 
 
+def own_inputs(s=S, dtype=torch.float32):
+    g = torch.Generator().manual_seed(4)
+    shapes = (B, s, H, L + R), (B, S, H, L + R), (B, S, H, L)
+    return [torch.randn(*x, generator=g).to(dtype) for x in shapes]
+
+
+def attention_and_gradients(tensors, **arguments):
+    tensors = leaves(*tensors)
+    out, lse = dense_attention(*tensors, scale=0.4, **arguments)
+    g = torch.Generator().manual_seed(1)
+    d_out = torch.randn(out.shape, generator=g).to(out.dtype)
+    d_out[lse.isinf()] = math.nan  # 0 / 0 of a mean over no token
+    return out, lse, *torch.autograd.grad(out, tensors, d_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", list(masks()))
+def test_dense_attention_equals_the_reference(calls, mask, dtype):
+    bounds = masks()[mask]
+    tensors = own_inputs(S if bounds is None else bounds.shape[1], dtype)
+    actual = attention_and_gradients(tensors, bounds=bounds, backend="npu")
+    expected = attention_and_gradients(tensors, bounds=bounds, backend="reference")
+    # The operator takes its own output, as it is rounded, for the sum of P dP.
+    eps = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, 1e-5 if name == "lse" else eps, name)
+    operators = {"npu_fusion_attention", "npu_fusion_attention_grad"}
+    assert set(calls) == (set() if mask == "all hidden" else operators)
+
+
+def test_dense_attention_beyond_one_call_goes_into_several(calls):
+    bounds = causal_bounds(documents(5, 6, 7, 8, 6))
+    actual = attention_and_gradients(own_inputs(), bounds=bounds, backend="npu")
+    assert calls.count("npu_fusion_attention_grad") == 4  # 10 sequences, 3 in a call
+    expected = attention_and_gradients(own_inputs(), bounds=bounds, backend="reference")
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b, 1e-5)
+
+
+def test_dense_attention_of_no_rows_or_keys(calls):
+    for b, s, t in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
+        tensors = torch.ones(b, s, H, 3), torch.ones(b, t, H, 3), torch.ones(b, t, H, 2)
+        bounds = torch.zeros(b, s, 2, dtype=torch.int32)
+        out, lse, *grads = attention_and_gradients(tensors, bounds=bounds, backend="npu")
+        assert out.shape == (b, s, H, 2)
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+        assert all((x == 0).all() for x in grads)
+    assert not calls
+
+
+def test_dense_attention_takes_what_the_operator_takes(calls):
+    q, k, v = own_inputs()
+    arguments = {"scale": 0.4, "bounds": masks()["packed"], "backend": "npu"}
+    with pytest.raises(ValueError, match=r"v: got V=10; .*no wider than the keys, D=6; .*'torch'"):
+        dense_attention(q[..., :L], k[..., :L], q, **arguments)
+    with pytest.raises(ValueError, match=r"q: got torch.float64; .*bfloat16 or float16 or float32"):
+        dense_attention(*(x.double() for x in (q, k, v)), **arguments)
+    for change, message in (
+        ({"fusion_heads": 2}, r"q: got H=3; .*at most 2 heads"),
+        ({"fusion_dim": 9}, r"q: got D=10; .*at most D=9"),
+        ({"fusion_rows": 31}, r"q: got 32 tokens; .*at most 31 in a call"),
+    ):
+        with limits.override(**change), pytest.raises(ValueError, match=message):
+            dense_attention(q, k, v, **arguments)
+    rows = torch.arange(28, 32).repeat(2)  # four sequences over all keys, three in a call
+    again = causal_bounds(rows.expand(B, -1), index=rows)
+    with limits.override(fusion_rows=95), pytest.raises(ValueError, match="k: got 96 tokens"):
+        dense_attention(q[:, rows], k, v, scale=0.4, bounds=again, backend="npu")
+    assert not calls
+    tensors = leaves(q, k, v)
+    _, lse = dense_attention(*tensors, **arguments)
+    with pytest.raises(RuntimeError, match=r"dense_attention: .* no gradient of lse; detach lse"):
+        torch.autograd.grad(lse.sum(), tensors[:2])
+
+
 @pytest.mark.parametrize("mask", ["none", "hidden", "contiguous shard of 2"])
 def test_opcheck(calls, mask):
     bounds = masks()[mask]
@@ -417,7 +495,11 @@ def test_opcheck(calls, mask):
     loss = (*plain[:2], *indexer, indices, lse, bounds, 0.4, "npu")
     _, *grads = (x.detach() for x in OPS.fused_kl_loss(*loss))
     k = dense_inputs()[1]
+    own = own_inputs(plain[0].shape[1])
+    out_own, lse_own = dense_attention(*own, scale=0.4, bounds=bounds, backend="npu")
     samples = {
+        "dense_attention": (*own, bounds, 0.4, "npu"),
+        "dense_attention_backward": (*(out_own, None, *own, bounds, out_own, lse_own, 0.4, "npu"),),
         "fused_dense_kl_loss": (*indexer, plain[0], k, bounds, 0.4, "npu"),
         "lightning_indexer": (*plain[2:], bounds, K, "npu"),
         "sparse_attention_backward": (out, None, *plain[:2], indices, out, lse, 0.4, "npu"),

@@ -16,6 +16,7 @@ from npu_dsa_kernels import (
     DSAOutput,
     attention_target,
     causal_bounds,
+    dense_attention,
     dense_indexer_kl_loss,
     dsa_attention,
     grouped_matmul,
@@ -49,6 +50,9 @@ def samples() -> dict[str, tuple]:
     out, lse = (x.detach() for x in sparse_attention(q, kv, indices, scale=0.4, v_dim=3))
     d_lse = torch.zeros_like(lse)
     plain = [x.detach() for x in (q, kv, qi, ki, w)]
+    own = leaves(*(PACKED.normal(2, 16, 3, d) for d in (5, 5, 4)))
+    q_own, k_own, v_own = (x.detach() for x in own)
+    out_own, lse_own = dense_attention(q_own, k_own, v_own, scale=0.4, bounds=PACKED.bounds)
     return {
         "lightning_indexer": (*plain[2:], PACKED.bounds, 4, "torch"),
         "sparse_attention": (q, kv, indices, 0.4, 3, "torch"),
@@ -60,6 +64,10 @@ def samples() -> dict[str, tuple]:
         "dense_indexer_kl_loss": (qi, ki, w, *plain[:2], PACKED.bounds, 0.4, "torch"),
         "dense_indexer_kl_loss_backward": (
             *(lse[..., 0].exp(), *plain[2:], *plain[:2], None, 0.4, "torch"),
+        ),
+        "dense_attention": (*own, PACKED.bounds, 0.4, "torch"),
+        "dense_attention_backward": (
+            *(out_own, None, q_own, k_own, v_own, PACKED.bounds, out_own, lse_own, 0.4, "torch"),
         ),
         "hadamard": (torch.randn(3, 8, requires_grad=True), 0.5, "torch"),
     } | base_samples()
@@ -141,11 +149,16 @@ def test_meta_shapes_and_dtypes_are_the_real_ones(backend, dtype):
         target = attention_target(q, kv, indices, lse, scale=0.4, backend=backend)
         loss = indexer_kl_loss(qi, ki, w, indices, target, backend=backend)
         dense = dense_indexer_kl_loss(qi, ki, w, q, kv, scale=0.4, bounds=bounds, backend=backend)
+        k = kv.unsqueeze(2).expand_as(q)
+        own, lse_own = dense_attention(q, k, k[..., :V], scale=0.4, bounds=bounds, backend=backend)
         grads = torch.autograd.grad(
-            out.sum().float() + lse.exp().sum() + loss.sum() + dense.sum(), (q, kv, qi, ki, w)
+            (out.sum() + own.sum()).float() + (lse + lse_own).exp().sum() + (loss + dense).sum(),
+            (q, kv, qi, ki, w),
         )
         transformed = hadamard(q, backend=backend)
-        return [bounds, indices, scores, out, lse, target, loss, dense, transformed, *grads]
+        losses = [loss, dense]
+        attended = [out, lse, target, own, lse_own]
+        return [bounds, indices, scores, *attended, *losses, transformed, *grads]
 
     for real, meta in zip(everything("cpu"), everything("meta"), strict=True):
         assert layout(real) == layout(meta)
@@ -228,6 +241,22 @@ def test_compile_dense_loss(backend):
         return [loss, *torch.autograd.grad(loss, tensors[2:])]
 
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    for a, b in zip(run(fn), run(compiled), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compile_dense_attention():
+    torch.compiler.reset()
+
+    def fn(q, k, v):
+        return dense_attention(q, k, v, scale=0.4)
+
+    def run(f):
+        tensors = leaves(*(PACKED.normal(2, 16, 3, d) for d in (5, 5, 4)))
+        out, lse = f(*tensors)
+        return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), tensors)]
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)
     for a, b in zip(run(fn), run(compiled), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -412,6 +441,7 @@ FORWARD_MODE = {
     "dense_indexer_kl_loss": lambda x: dense_indexer_kl_loss(
         x, x[:, :, 0], x[..., 0], x, x[:, :, 0], scale=1.0, backend="torch"
     ),
+    "dense_attention": lambda x: dense_attention(x, x, x, scale=1.0, backend="torch")[0],
     "hadamard": lambda x: hadamard(x, backend="torch"),
     "rms_norm": lambda x: rms_norm(x, None, backend="torch"),
     "rotary_mul": lambda x: rotary_mul(x, torch.ones(4, 4), torch.ones(4, 4), backend="torch"),

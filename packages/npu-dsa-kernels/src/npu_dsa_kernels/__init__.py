@@ -5,6 +5,7 @@ from npu_dsa_kernels.backends import backends
 from npu_dsa_kernels.bounds import causal_bounds
 from npu_dsa_kernels.layer import DSAOutput, dsa_attention
 from npu_dsa_kernels.ops.attention_target import attention_target
+from npu_dsa_kernels.ops.dense_attention import dense_attention
 from npu_dsa_kernels.ops.dense_indexer_kl_loss import dense_indexer_kl_loss
 from npu_dsa_kernels.ops.grouped_matmul import grouped_matmul
 from npu_dsa_kernels.ops.hadamard import hadamard
@@ -26,6 +27,7 @@ __all__ = [
     "attention_target",
     "backends",
     "causal_bounds",
+    "dense_attention",
     "dense_indexer_kl_loss",
     "dsa_attention",
     "grouped_matmul",

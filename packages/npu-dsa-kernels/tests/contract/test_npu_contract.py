@@ -13,6 +13,7 @@ from npu_dsa_kernels import (
     attention_target,
     backends,
     causal_bounds,
+    dense_attention,
     dense_indexer_kl_loss,
     dsa_attention,
     grouped_matmul,
@@ -180,6 +181,43 @@ def test_dense_loss(mode, B, S, T, H, HI, mask, dtype):
         assert (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, DEVICE)
 
 
+def own_inputs(B, S, T, H, D=192, V=128, dtype=torch.bfloat16):
+    shapes = (B, S, H, D), (B, T, H, D), (B, T, H, V)
+    return tuple(tensor(*shape, dtype=dtype) for shape in shapes)
+
+
+FUSION = ["npu_fusion_attention", "npu_fusion_attention_grad"]
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "T", "H", "D", "V", "mask", "dtype"),
+    [
+        (1, 4096, 4096, 128, 192, 128, None, torch.bfloat16),
+        (2, 64, 64, 1, 128, 128, None, torch.float16),
+        (2, 64, 128, 6, 768, 64, "packed", torch.float32),
+        (1, 64, 128, 256, 192, 128, "head-tail", torch.bfloat16),
+        (2, 64, 64, 16, 192, 128, "hidden", torch.bfloat16),
+        (2, 64, 64, 16, 192, 128, "all hidden", torch.bfloat16),
+        (2, 512, 512, 16, 192, 128, "many", torch.bfloat16),
+    ],
+)
+def test_dense_attention(mode, B, S, T, H, D, V, mask, dtype):
+    bounds = fake_bounds(lambda: masks(B, S, T)[mask]) if mask else None
+    tensors = own_inputs(B, S, T, H, D, V, dtype)
+    out, lse = dense_attention(*tensors, scale=0.1, bounds=bounds)
+    parts = {"all hidden": 0, "many": 4}.get(mask, 1)  # 2 * 512 sequences, 256 in a call
+    assert mode.calls == FUSION[:1] * parts
+    assert (out.shape, out.dtype) == ((B, S, H, V), dtype)
+    assert (lse.shape, lse.dtype) == ((B, S, H), torch.float32)
+    d_out = torch.ones((), dtype=dtype, device=DEVICE).expand(out.shape)
+    grads = torch.autograd.grad(out, tensors, d_out, retain_graph=True)
+    assert mode.calls == FUSION[:1] * parts + FUSION[1:] * parts
+    for x, grad in zip(tensors, grads, strict=True):
+        assert (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, DEVICE)
+    with pytest.raises(RuntimeError, match="no gradient of lse"):
+        torch.autograd.grad(lse.sum(), tensors)
+
+
 @pytest.mark.parametrize("topk", [1, 2047, 3072, 8192])
 @pytest.mark.parametrize("H", [8, 16, 32, 64])
 def test_lightning_indexer(mode, topk, H):
@@ -325,7 +363,7 @@ REFUSED = {
             reduce_target=lambda x: x,
             **ATTENTION,
         ),
-        r"reduce_target: got a function; .*all-to-all",
+        r"reduce_target: got a function; .*query_split",
     ),
     "absorbed keys": (
         lambda: dense_indexer_kl_loss(
@@ -335,6 +373,22 @@ REFUSED = {
             reduction="sum",
         ),
         r"kv: got shape \(1, 8, 576\); .*before absorption",
+    ),
+    "fusion heads": (
+        lambda: dense_attention(*own_inputs(1, 8, 8, 257), scale=0.1),
+        r"q: got H=257; .*at most 256 heads",
+    ),
+    "fusion dim": (
+        lambda: dense_attention(*own_inputs(1, 8, 8, 2, 769), scale=0.1),
+        r"q: got D=769; .*at most D=768",
+    ),
+    "wide values": (
+        lambda: dense_attention(*own_inputs(1, 8, 8, 2, 128, 192), scale=0.1),
+        r"v: got V=192; .*no wider than the keys, D=128",
+    ),
+    "long rows": (
+        lambda: dense_attention(*own_inputs(1, 2**20 + 1, 2**20 + 1, 1), scale=0.1),
+        r"q: got 1048577 tokens; .*at most 1048576 in a call",
     ),
     "groups": (
         lambda: grouped_matmul(
@@ -398,6 +452,9 @@ def run_everything():
         dense_indexer_kl_loss(
             *dense_inputs(1, 64, 64, 32, 64), scale=0.1, bounds=mask, reduction="sum"
         )
+        own = own_inputs(1, 64, 64, 16)
+        out, _ = dense_attention(*own, scale=0.1, bounds=mask)
+        torch.autograd.grad(out.sum(), own)
     x, weight = tensor(128, 96), tensor(8, 96, 32)
     y = grouped_matmul(x, weight, counts=torch.zeros(8, dtype=torch.int64, device=DEVICE))
     torch.autograd.grad(y.sum(), (x, weight))
@@ -470,6 +527,18 @@ WRONG = [
     ("npu_fusion_attention", "input_layout", lambda x: "BNSD"),
     ("npu_fusion_attention", "atten_mask", nothing),
     ("npu_fusion_attention", "sparse_mode", lambda x: 0),
+    ("npu_fusion_attention_grad", "softmax_layout", lambda x: ""),
+    ("npu_fusion_attention_grad", "input_layout", lambda x: "BNSD"),
+    ("npu_fusion_attention_grad", "sparse_mode", lambda x: 2),
+    ("npu_fusion_attention_grad", "softmax_max", lambda x: x[..., :1].contiguous()),
+    ("npu_fusion_attention_grad", "softmax_sum", nothing),
+    ("npu_fusion_attention_grad", "attention_in", nothing),
+    ("npu_fusion_attention_grad", "dy", lambda x: x.float()),
+    (
+        "npu_fusion_attention_grad",
+        "actual_seq_kvlen",
+        lambda x: x if x is None else x[:-1],
+    ),
     ("npu_dense_lightning_indexer_softmax_lse", "key_index", half),
     ("npu_dense_lightning_indexer_softmax_lse", "layout", lambda x: "BNSD"),
     ("npu_dense_lightning_indexer_grad_kl_loss", "softmax_max", lambda x: x[..., 0]),
@@ -591,6 +660,12 @@ def emulated_arguments() -> dict[str, dict]:
         "npu_fusion_attention": {
             "query": q, "key": key.expand(B, T, H, D), "value": torch.ones(B, T, H, 5),
             "head_num": H, "input_layout": "BSND", "sparse_mode": 3,
+        },
+        "npu_fusion_attention_grad": {
+            "query": q, "key": key.expand(B, T, H, D), "value": torch.ones(B, T, H, 5),
+            "dy": torch.ones(B, S, H, 5), "attention_in": torch.ones(B, S, H, 5), "head_num": H,
+            "softmax_max": torch.ones(B, H, S, 8), "softmax_sum": torch.ones(B, H, S, 8),
+            "input_layout": "BSND", "sparse_mode": 3,
         },
         "npu_dense_lightning_indexer_softmax_lse": index,
         "npu_dense_lightning_indexer_grad_kl_loss": {

@@ -34,12 +34,16 @@ from npu_dsa_kernels.backends.precision import compute_dtype
 
 # B batch, S queries, T keys, H heads, D head dim, V value dim, K selected keys
 # N = B * S queries in a row, n queries of a block, R = B * T + 1 rows of a gathered table,
-# C keys in the column range of a block
+# C keys in the column range of a block, h heads of a block
 
 # Bytes of a block's largest buffers: on CPU a part of the shared cache, in which they stay between
 # the calls, elsewhere large enough to fill the device.
 _CPU_BLOCK_BYTES = 8 * 2**20
 _DEVICE_BLOCK_BYTES = 256 * 2**20
+
+# Queries of a block of dense attention, at most: of what a block computes, up to half its square is
+# hidden by causality.
+_DENSE_ROWS = 256
 
 _INT64_MIN = -(2**63)
 
@@ -212,6 +216,116 @@ def sparse_attention_backward(
         d_kv_nKD = torch.bmm(left_n2HK.transpose(1, 2), right_n2HD, out=d_rows(slot_nK))
         d_table_RD.index_add_(0, slot_nK.flatten(), d_kv_nKD.flatten(0, 1))
     return dq_NHD.view(B, S, H, D), _untable(d_table_RD, kv_BTD)
+
+
+def dense_attention(
+    q_BSHD: Tensor, k_BTHD: Tensor, v_BTHV: Tensor, bounds_BS2: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    B, S, H, _ = q_BSHD.shape
+    dtype = compute_dtype(q_BSHD.dtype)
+    out_BSHV = q_BSHD.new_zeros(B, S, H, v_BTHV.shape[3])
+    lse_BSH = q_BSHD.new_full((B, S, H), float("-inf"), dtype=dtype)
+    for b, heads in _attention_heads(q_BSHD, v_BTHV):
+        (k_hTD, k_taint_hT1), (v_hTV, v_taint_hT1) = (
+            _untainted(x[b, :, heads].transpose(0, 1), dtype) for x in (k_BTHD, v_BTHV)
+        )
+        taint_h1T = (k_taint_hT1 + v_taint_hT1).transpose(1, 2)
+        for rows, keys, hidden_nC, alone_n1 in _attention_rows(q_BSHD, v_BTHV, bounds_BS2, b):
+            q_hnD, q_taint_hn1 = _untainted(q_BSHD[b, rows, heads].transpose(0, 1), dtype)
+            logits_hnC = torch.baddbmm(
+                taint_h1T[..., keys], q_hnD, k_hTD[:, keys].transpose(1, 2), alpha=scale
+            ).masked_fill_(hidden_nC, float("-inf"))
+            peak_hn1 = logits_hnC.amax(-1, keepdim=True).masked_fill_(alone_n1, 0.0)
+            e_hnC = logits_hnC.sub_(peak_hn1).exp_()
+            total_hn1 = e_hnC.sum(-1, keepdim=True).add_(q_taint_hn1.masked_fill_(alone_n1, 0.0))
+            lse_hn = (total_hn1.log() + peak_hn1).squeeze(-1)
+            out_hnV = torch.bmm(e_hnC, v_hTV[:, keys]).div_(total_hn1.masked_fill_(alone_n1, 1.0))
+            lse_BSH[b, rows, heads] = lse_hn.T
+            out_BSHV[b, rows, heads] = out_hnV.transpose(0, 1).to(out_BSHV.dtype)
+    return out_BSHV, lse_BSH
+
+
+def dense_attention_backward(
+    d_out_BSHV: Tensor,
+    d_lse_BSH: Tensor | None,
+    q_BSHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHV: Tensor,
+    bounds_BS2: Tensor | None,
+    out_BSHV: Tensor,
+    lse_BSH: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = compute_dtype(q_BSHD.dtype)
+    dq_BSHD = q_BSHD.new_zeros(q_BSHD.shape)
+    dk_BTHD, dv_BTHV = k_BTHD.new_empty(k_BTHD.shape), v_BTHV.new_empty(v_BTHV.shape)
+    if d_lse_BSH is None:
+        d_lse_BSH = torch.zeros_like(lse_BSH)
+    for b, heads in _attention_heads(q_BSHD, v_BTHV):
+        (k_hTD, _), (v_hTV, _) = (
+            _untainted(x[b, :, heads].transpose(0, 1), dtype) for x in (k_BTHD, v_BTHV)
+        )
+        dk_hTD, dv_hTV = k_hTD.new_zeros(k_hTD.shape), v_hTV.new_zeros(v_hTV.shape)
+        for rows, keys, hidden_nC, alone_n1 in _attention_rows(q_BSHD, v_BTHV, bounds_BS2, b):
+            q_hnD, _ = _untainted(q_BSHD[b, rows, heads].transpose(0, 1), dtype)
+            d_out_hnV, taint_hn1 = _untainted(d_out_BSHV[b, rows, heads].transpose(0, 1), dtype)
+            lse_hn1, d_lse_hn1 = (x[b, rows, heads].T.unsqueeze(-1) for x in (lse_BSH, d_lse_BSH))
+            # lse is NaN where anything that the row sees is not finite: of what is upstream, too.
+            lse_hn1 = (lse_hn1 + taint_hn1 + d_lse_hn1 * 0).masked_fill_(alone_n1, 0.0)
+            logits_hnC = torch.bmm(q_hnD, k_hTD[:, keys].transpose(1, 2)).mul_(scale)
+            p_hnC = logits_hnC.sub_(lse_hn1).masked_fill_(hidden_nC, float("-inf")).exp_()
+            dv_hTV[:, keys].baddbmm_(p_hnC.transpose(1, 2), d_out_hnV)
+            ds_hnC = torch.bmm(d_out_hnV, v_hTV[:, keys].transpose(1, 2))
+            # rowsum(P * dP) is rowsum(dOut * out), without the rounding of a bf16 out.
+            delta_hn1 = (p_hnC * ds_hnC).sum(-1, keepdim=True) - d_lse_hn1
+            # P alone carries NaN: in delta it would reach hidden keys, as 0 * NaN.
+            ds_hnC.sub_(delta_hn1.nan_to_num_(0.0, 0.0, 0.0)).mul_(p_hnC).mul_(scale)
+            dq_hnD = torch.bmm(ds_hnC, k_hTD[:, keys])
+            dq_BSHD[b, rows, heads] = dq_hnD.transpose(0, 1).to(dq_BSHD.dtype)
+            dk_hTD[:, keys].baddbmm_(ds_hnC.transpose(1, 2), q_hnD)
+        dk_BTHD[b, :, heads] = dk_hTD.transpose(0, 1).to(dk_BTHD.dtype)
+        dv_BTHV[b, :, heads] = dv_hTV.transpose(0, 1).to(dv_BTHV.dtype)
+    return dq_BSHD, dk_BTHD, dv_BTHV
+
+
+def _attention_heads(q_BSHD: Tensor, v_BTHV: Tensor) -> Iterator[tuple[int, slice]]:
+    """A batch row and some heads at a time, as many as the budget has logits and keys for."""
+    B, _, H, D = q_BSHD.shape
+    (T, V), itemsize = v_BTHV.shape[1::2], compute_dtype(q_BSHD.dtype).itemsize
+    step = _block_rows(H, T * (_attention_step(q_BSHD, T) + D + V) * itemsize, q_BSHD.device)
+    for b, h in itertools.product(range(B), range(0, H, step)):
+        yield b, slice(h, min(h + step, H))
+
+
+def _attention_rows(
+    q_BSHD: Tensor, v_BTHV: Tensor, bounds_BS2: Tensor | None, b: int
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Blocks of queries with the keys any of them sees: queries, keys, hidden pairs [n, C], rows
+    without keys [n, 1].
+    """
+    S, T, device = q_BSHD.shape[1], v_BTHV.shape[1], q_BSHD.device
+    step = _attention_step(q_BSHD, T)
+    for s in range(0, S, step):
+        rows = slice(s, min(s + step, S))
+        lo_n, hi_n, first, last = _key_range(bounds_BS2, b, rows, T, device)
+        if first < last:
+            key_C = torch.arange(first, last, device=device)
+            hidden_nC = (key_C < lo_n[:, None]) | (key_C >= hi_n[:, None])
+            yield rows, slice(first, last), hidden_nC, hidden_nC.all(-1, keepdim=True)
+
+
+def _attention_step(q_BSHD: Tensor, T: int) -> int:
+    row_bytes = T * compute_dtype(q_BSHD.dtype).itemsize
+    return _block_rows(min(q_BSHD.shape[1], _DENSE_ROWS), row_bytes, q_BSHD.device)
+
+
+def _untainted(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`x` with zeros for what is not finite, and [..., 1]: NaN for the vectors that had such, or 0.
+
+    In a matmul, 0 * NaN would carry the NaN of a hidden pair to the pairs that count.
+    """
+    x = x.to(dtype)
+    return x.nan_to_num(0.0, 0.0, 0.0), (x * 0).sum(-1, keepdim=True)
 
 
 def attention_target(

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from npu_dsa_kernels.backends.precision import compute_dtype
 
-# B batch, S queries, T keys, H heads, D head dim, K selected keys (indexer heads and dim likewise)
+# B batch, S queries, T keys, H heads, D head dim, V value dim,
+# K selected keys (indexer heads and dim likewise)
 # N rows or tokens, G groups, I and O input and output features, E experts, k experts of a token,
 # M rows of the permuted tokens, S = N * k slots
 
@@ -71,6 +72,26 @@ def sparse_attention(
     lse_BSH = logits_BSHK.logsumexp(-1).masked_fill(empty_BS11[..., 0], float("-inf"))
     out_BSHV = torch.einsum("bshk,bskv->bshv", p_BSHK, kv_BSKD[..., :v_dim])
     return out_BSHV.to(q_BSHD.dtype), lse_BSH
+
+
+def dense_attention(
+    q_BSHD: Tensor, k_BTHD: Tensor, v_BTHV: Tensor, bounds_BS2: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    B, S, T = q_BSHD.shape[0], q_BSHD.shape[1], k_BTHD.shape[1]
+    out_dtype, dtype = q_BSHD.dtype, compute_dtype(q_BSHD.dtype)
+    visible_BST = _visible(bounds_BS2, B, S, T, q_BSHD.device)
+    # Queries and keys that take no part may hold anything, NaN included.
+    empty_BS11 = ~visible_BST.any(2)[..., None, None]
+    unseen_BT11 = ~visible_BST.any(1)[..., None, None]
+    q_BSHD = q_BSHD.to(dtype).masked_fill(empty_BS11, 0.0)
+    k_BTHD = k_BTHD.to(dtype).masked_fill(unseen_BT11, 0.0)
+    v_BTHV = v_BTHV.to(dtype).masked_fill(unseen_BT11, 0.0)
+    logits_BSHT = scale * torch.einsum("bshd,bthd->bsht", q_BSHD, k_BTHD)
+    logits_BSHT = logits_BSHT.masked_fill(~visible_BST.unsqueeze(2), float("-inf"))
+    logits_BSHT = logits_BSHT.masked_fill(empty_BS11, 0.0)
+    lse_BSH = logits_BSHT.logsumexp(-1).masked_fill(empty_BS11[..., 0], float("-inf"))
+    out_BSHV = torch.einsum("bsht,bthv->bshv", logits_BSHT.softmax(-1), v_BTHV)
+    return out_BSHV.to(out_dtype).masked_fill(empty_BS11, 0.0), lse_BSH
 
 
 def attention_target(

@@ -3,6 +3,7 @@
 Importing this module imports no torch_npu; `status` does, once, where it can be expected to work.
 """
 
+from npu_dsa_kernels.backends.npu.attention import dense_attention, dense_attention_backward
 from npu_dsa_kernels.backends.npu.availability import status
 from npu_dsa_kernels.backends.npu.base import *  # noqa: F403
 from npu_dsa_kernels.backends.npu.dense import fused_dense_kl_loss
@@ -18,6 +19,8 @@ from npu_dsa_kernels.backends.npu.dsa import (
 
 __all__ = [
     "attention_target",
+    "dense_attention",
+    "dense_attention_backward",
     "fused_dense_kl_loss",
     "fused_kl_loss",
     "indexer_kl_loss",

@@ -16,6 +16,7 @@ OPERATORS = (
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",
     "npu_fusion_attention",
+    "npu_fusion_attention_grad",
     "npu_grouped_matmul",
     "npu_lightning_indexer",
     "npu_moe_token_permute",

@@ -8,13 +8,12 @@ operator for it, and of the attention's, which the dense attention gives along w
 import torch
 from torch import Tensor
 
-from npu_dsa_kernels.backends.npu import limits, sequences
+from npu_dsa_kernels.backends.npu import attention, limits, sequences
 
 # B batch, S queries, T keys, H heads, D head dim, E and R its nope and rope parts
 # n queries and m keys of the sequences; 1: the indexer's key head, of which there is one
 
 _CAUSAL = 3  # the last query sees all keys of its sequence
-_MASK = 2048  # side of the mask that stands for any causal one
 
 
 def fused_dense_kl_loss(
@@ -123,26 +122,8 @@ def _attention_statistics(
 
     The attention's output is of no use here, so any values will do: the nope parts of the keys.
     """
-    mask = torch.ones(_MASK, _MASK, dtype=torch.bool, device=q.device).triu_(1)
-    layout = {"input_layout": "BSND"}
-    if part is not None:
-        layout = {
-            "input_layout": "TND",
-            "actual_seq_qlen": part.query_ends,
-            "actual_seq_kvlen": part.key_ends,
-            "softmax_layout": "TND",  # else of that shape, but in another order
-        }
-    _, peak, total, *_ = torch.ops.npu.npu_fusion_attention(
-        q,
-        k,
-        k[..., : limits.current().dense_head_dim].contiguous(),
-        q.shape[-2],
-        atten_mask=mask,
-        scale=scale,
-        sparse_mode=_CAUSAL,
-        **layout,
-    )
-    peak, total = peak[..., :1], total[..., :1]
+    E = limits.current().dense_head_dim
+    _, peak, total = attention.attend(q, k, k[..., :E].contiguous(), part, scale)
     if part is not None:
         peak, total = peak.transpose(0, 1), total.transpose(0, 1)
     return peak.contiguous(), total.contiguous()

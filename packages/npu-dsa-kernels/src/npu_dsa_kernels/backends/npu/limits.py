@@ -31,6 +31,10 @@ class Limits:
     loss_heads: Collection[int] = (8, 16, 32, 64, 128)
     dense_heads: Collection[int] = (32, 64, 128)
     dense_head_dim: int = 128
+    fusion_heads: int = 256
+    fusion_dim: int = 768
+    fusion_rows: int = 2**20
+    """Tokens of a row of a batch, or of all sequences in one call."""
     index_heads: Collection[int] = (8, 16, 32, 64)
     """Of the losses, and taken to be the indexer's: its older documentation names 64 alone."""
     index_dim: int = 128
@@ -139,6 +143,24 @@ def attention(q_BSHD: Tensor, kv_BTD: Tensor, v_dim: int | None, heads: Collecti
         one_of("v_dim", "v_dim", v_dim, (_limits.latent,))
     rows("q", B, S)
     rows("kv", B, kv_BTD.shape[1])
+
+
+def fusion_attention(q_BSHD: Tensor, k_BTHD: Tensor, v_BTHV: Tensor) -> None:
+    (S, H, D), T, V = q_BSHD.shape[1:], k_BTHD.shape[1], v_BTHV.shape[3]
+    dtype("q", q_BSHD, _limits.wide_dtypes)
+    if _limits.fusion_heads < H:
+        raise unsupported("q", f"H={H}", f"at most {_limits.fusion_heads} heads")
+    if _limits.fusion_dim < D:
+        raise unsupported("q", f"D={D}", f"at most D={_limits.fusion_dim}")
+    if V > D:
+        raise unsupported("v", f"V={V}", f"values no wider than the keys, D={D}")
+    fusion_rows("q", S)
+    fusion_rows("k", T)
+
+
+def fusion_rows(name: str, tokens: int) -> None:
+    if _limits.fusion_rows < tokens:
+        raise unsupported(name, f"{tokens} tokens", f"at most {_limits.fusion_rows} in a call")
 
 
 def dense_attention(q_BSHD: Tensor, k_BTHD: Tensor) -> None:

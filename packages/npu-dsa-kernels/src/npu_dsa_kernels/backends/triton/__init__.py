@@ -32,6 +32,8 @@ _MODULES = {
 }
 
 _WITHOUT_KERNEL = {
+    "dense_attention",
+    "dense_attention_backward",
     "dense_indexer_kl_loss",
     "dense_indexer_kl_loss_backward",
     "grouped_matmul",
