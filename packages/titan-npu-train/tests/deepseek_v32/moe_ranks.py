@@ -3,23 +3,26 @@
 Shape letters: B batch, L sequence, D model dim, E experts.
 """
 
-import copy
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
 from torchtitan.models.common.decoder_sharding import (
     dense_activation_placement,
     dense_sequence_parallel_placement,
@@ -28,14 +31,12 @@ from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.protocols.module import Module, ModuleDict
 from torchtitan.protocols.sharding import resolve_placements
 
-import spmd_types as spmd
 from titan_npu_train.deepseek_v32 import FLAVORS, model_config, parallelize
 from titan_npu_train.deepseek_v32.load_balance import register_moe_load_balancing
 from titan_npu_train.deepseek_v32.moe import MoE
 from titan_npu_train.deepseek_v32.moe_sharding import set_moe_sharding
 
 B, L = 4, 16
-AC = {"full": FullAC, "selective": parallelize.DSASelectiveAC}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,12 @@ def build(config: MoE.Config) -> Model:
         bias_E = model.layers["0"].moe.expert_bias_E
         bias_E.copy_(0.05 * torch.randn(bias_E.shape, generator=generator))
     return model
+
+
+def checkpointing(kind: str) -> ActivationCheckpointing:
+    if kind == "full":
+        return FullAC.Config().build()
+    return parallelize.DSASelectiveAC(SelectiveAC.Config())
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,10 +212,8 @@ def _run(case: Case, wanted: Result) -> Report:
         set_moe_sharding(config, enable_sp=case.sp, enable_ep=case.ep > 1)
     model = build(config)
     model.parallelize(dims)
-    if case.ac:
-        policy = AC[case.ac].Config().build() if case.ac == "full" else None
-        policy = policy or parallelize.DSASelectiveAC(SelectiveAC.Config())
-        parallelize.apply_activation_checkpointing(model, policy)
+    if case.ac is not None:
+        parallelize.apply_activation_checkpointing(model, checkpointing(case.ac))
     parallelize._apply_fsdp(
         model,
         dims,

@@ -28,14 +28,8 @@ class Float32Linear(Linear):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.float()
         bias = None if self.bias is None else self.bias.float()
-        if isinstance(input, DTensor) and input.ndim == 3:
-            # F.linear folds batch and sequence, which DTensor cannot undo where two mesh axes
-            # (context and tensor parallel) shard the sequence.
-            output = torch.bmm(input.float(), weight.t().expand(input.size(0), -1, -1))
-            return output if bias is None else output + bias
-        return F.linear(input.float(), weight, bias)
+        return F.linear(input.float(), self.weight.float(), bias)
 
 
 class Float32LayerNorm(LayerNorm):
@@ -66,7 +60,7 @@ class GroupedExperts(TitanGroupedExperts):
         w1_EFD, w2_EDF, w3_EFD = (
             _local(w).to(x_RD.dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
-        offsets_E = _untyped_offsets(num_tokens_per_expert_E, x_RD)
+        offsets_E = _row_ends(num_tokens_per_expert_E, x_RD)
         gate_RF = self._grouped_mm(A=x_RD, B_t=w1_EFD.mT, offs=offsets_E)
         up_RF = self._grouped_mm(A=x_RD, B_t=w3_EFD.mT, offs=offsets_E)
         return self._grouped_mm(A=F.silu(gate_RF) * up_RF, B_t=w2_EDF.mT, offs=offsets_E)
@@ -90,8 +84,8 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local(grad_placements=gradient)
 
 
-def _untyped_offsets(counts_E: torch.Tensor, x_RD: torch.Tensor) -> torch.Tensor:
-    """Where each expert's rows end, int32 [E]; to SPMD type checking of the type of the rows."""
+def _row_ends(counts_E: torch.Tensor, x_RD: torch.Tensor) -> torch.Tensor:
+    """Where each expert's rows end, int32 [E]; for SPMD type checking, of the rows' type."""
     if torch.compiler.is_compiling() or not spmd.is_type_checking():
         return counts_E.cumsum(0, dtype=torch.int32)
     with spmd.no_typecheck():
