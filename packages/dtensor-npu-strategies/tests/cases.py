@@ -2,8 +2,10 @@
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 import stand_ins
+from dtensor_npu_strategies.rules import OPERATORS, Rule
 
 # B batch, S queries, T keys, H heads, D key dim, V value dim, K selected keys, G index heads,
 # E index head dim or experts, N tokens, k experts of a token; none divides by 2, 3 and 4
@@ -164,3 +166,10 @@ def compute(name: str, call: dict):
     else:
         found = getattr(stand_ins, op)(*arguments)
     return found if isinstance(found, tuple) else (found,)
+
+
+def is_local(name, rule: Rule) -> bool:
+    """Whether the rule is about rows that are each rank's own: see test_moe."""
+    pinned = OPERATORS[name].pinned
+    rows = {n for n, p in rule.inputs.items() if p == Shard(0)}
+    return bool(rows & pinned.keys()) or name == "npu_dsa::moe_permute" and "experts" in rows

@@ -4,6 +4,8 @@
 be. `aten.matmul` and its backward are made the operators of their own that they are on an NPU.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -188,27 +190,24 @@ def moe_unpermute(x, rows, probs, backend):
 # --- backwards, by autograd of the formulas ------------------------------------------------------
 
 
+_thread = ThreadPoolExecutor(1)
+
+
 def _gradients(function, inputs, d_outputs):
-    """Gradients of `inputs`, an empty tensor for None. The kernels run below autograd."""
-    keys = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.ADInplaceOrView]
-    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
-    try:
-        for key in keys:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-        with torch.enable_grad():
-            leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-            outputs = function(*leaves)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            pairs = [(y, d) for y, d in zip(outputs, d_outputs, strict=False) if d is not None]
-            found = torch.autograd.grad(
-                [y for y, _ in pairs],
-                [x for x in leaves if x is not None],
-                [d for _, d in pairs],
-            )
-    finally:
-        for key, was in zip(keys, excluded, strict=True):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)
-    found = iter(found)
+    """Gradients of `inputs`, an empty tensor for None.
+
+    Kernels run with autograd switched off in many ways; another thread has none of them.
+    """
+
+    def run():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [(y, d) for y, d in zip(outputs, d_outputs, strict=False) if d is not None]
+        given = [x for x in leaves if x is not None]
+        return torch.autograd.grad([y for y, _ in pairs], given, [d for _, d in pairs])
+
+    found = iter(_thread.submit(run).result())
     first = next(x for x in inputs if x is not None)
     return tuple(first.new_empty(0) if x is None else next(found) for x in inputs)
 
@@ -453,6 +452,42 @@ _FAKES = {
     ),
     "swiglu_backward": lambda d, x, *_: x.new_empty(x.shape),
 }  # fmt: skip
+
+
+# --- one of torch_npu's, with tensors by keyword -------------------------------------------------
+
+_npu = torch.library.Library("npu", "DEF")
+_npu.define(
+    "npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, "
+    "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+    'Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND", '
+    "int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807, "
+    "int next_tokens=9223372036854775807, bool return_value=False) -> (Tensor, Tensor)"
+)
+
+
+def npu_lightning_indexer(
+    query, key, weights, *, actual_seq_lengths_key, sparse_count, sparse_mode, **others
+):
+    S, T = query.shape[1], key.shape[1]
+    lengths = torch.full((query.shape[0],), T) if actual_seq_lengths_key is None else None
+    lengths = actual_seq_lengths_key if lengths is None else lengths
+    high = lengths[:, None].expand(-1, S)
+    if sparse_mode == 3:  # the last query sees all keys
+        high = high - torch.arange(S).flip(0)
+    bounds = torch.stack([torch.zeros_like(high), high], -1)
+    indices, _ = lightning_indexer(query, key.squeeze(2), weights, bounds, sparse_count, "")
+    return indices.unsqueeze(2), query.new_empty(0)
+
+
+_npu.impl("npu_lightning_indexer", npu_lightning_indexer, "CPU")
+torch.library.register_fake(
+    "npu::npu_lightning_indexer",
+    lambda q, k, w, *, sparse_count, **_: (
+        q.new_empty(*q.shape[:2], 1, sparse_count, dtype=torch.int32), q.new_empty(0),
+    ),
+    lib=_npu,
+)  # fmt: skip
 
 
 # --- matmul, as on an NPU ------------------------------------------------------------------------

@@ -44,7 +44,6 @@ def _linear(device_mesh, x_placed, w_placed, d_placed, left=(2, 7, 8), right=(8,
 
 
 def _planned(rank):
-    stand_ins.matmul_as_on_an_npu()
     one = mesh(dist.get_world_size())
     S = Shard
     found = {}
@@ -66,10 +65,10 @@ def _planned(rank):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_nothing_is_redistributed(ranks):
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_nothing_is_redistributed(ranks, request):
     sum_, S = Partial(), Shard
-    for found in run_ranks(_planned, ranks):
+    for found in (result["planned"] for result in request.getfixturevalue(ranks)):
         counts = {name: result[0] for name, result in found.items() if name != "unregistered"}
         assert counts == dict.fromkeys(counts, 0)
         placements = {n: r[1] for n, r in found.items() if n != "unregistered"}
@@ -86,7 +85,6 @@ def _lm_head_by_default(rank):
     """The rule that mutation puts in place of ours: what DTensor makes of any operator."""
     from torch.distributed.tensor.experimental import register_sharding
 
-    stand_ins.matmul_as_on_an_npu()
     whole = [Replicate()]
     register_sharding(torch.ops.aten.matmul.default)(lambda x, w: [(whole, whole * 2)])
     register_sharding(torch.ops.aten.matmul_backward.default)(
@@ -100,9 +98,9 @@ def _lm_head_by_default(rank):
     return without, ours, _linear(one, *placements)[0]
 
 
-def test_without_our_strategy_the_same_shows_it():
-    for without, ours, again in run_ranks(_lm_head_by_default, 2):
-        assert (without, ours, again) == (3, 0, 3)
+def test_without_our_strategy_the_same_shows_it(two):
+    for result in two:
+        assert result["lm_head by default"] == (3, 0, 3)
 
 
 def _uneven(rank):
@@ -132,7 +130,6 @@ def test_any_mesh_and_sizes_that_do_not_divide():
 
 def _anything(rank, seed):
     """Random placements: whatever has to be redistributed, the values are right."""
-    stand_ins.matmul_as_on_an_npu()
     grid, choose = mesh(2, 2), random.Random(seed)
     count = 0
     with register():
@@ -157,14 +154,12 @@ def _anything(rank, seed):
     return count
 
 
-def test_values_with_any_placements():
-    counts = run_ranks(_anything, 4, 7)
-    assert min(counts) >= 12 * len(MATMULS) * 4
+def test_values_with_any_placements(four):
+    assert min(result["anything"] for result in four) >= 12 * len(MATMULS) * 4
 
 
-def _mixed_in_a_model(rank):
-    """Through torch.nn.Linear and a residual: what is moved is in the report."""
-    stand_ins.matmul_as_on_an_npu()
+def _block(rank):
+    """Column and row parallel products with a residual: what is moved is in the report."""
     one = mesh(dist.get_world_size())
     x, w = _factors((2, 7, 8), (8, 8))
     expected_x = x.clone().requires_grad_()
@@ -177,13 +172,40 @@ def _mixed_in_a_model(rank):
         y = torch.matmul(torch.matmul(whole, first).relu(), second)
         out = y.redistribute(placements=(Shard(1),)) + a
         out.square().sum().full_tensor().backward()
-        close(a.grad, expected_x.grad)
+        grads.append(a.grad)
 
+    grads = []
     with register():
-        return str(redistributions(step))
+        report = str(redistributions(step))
+    close(grads[0], expected_x.grad)
+    return report
 
 
-def test_tensor_parallel_block_moves_what_was_asked_for():
-    for report in run_ranks(_mixed_in_a_model, 2):
+def test_a_tensor_parallel_block_moves_what_was_asked_for(two):
+    for report in (result["block"] for result in two):
         assert "aten::matmul" not in report, report
-        assert report.count("reduce_scatter") == 2 and report.count("all_gather") == 2 + 1, report
+        assert report.count("reduce_scatter") == 2 and report.count("all_gather") == 2, report
+
+
+def _on_two(rank):
+    stand_ins.matmul_as_on_an_npu()
+    return {
+        "planned": _planned(rank),
+        "lm_head by default": _lm_head_by_default(rank),  # after `planned`: it stays in force
+        "block": _block(rank),
+    }
+
+
+def _on_four(rank):
+    stand_ins.matmul_as_on_an_npu()
+    return {"planned": _planned(rank), "anything": _anything(rank, 7)}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_ranks(_on_two, 2)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run_ranks(_on_four, 4)

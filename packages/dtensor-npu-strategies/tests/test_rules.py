@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from cases import all_cases, compute, schema
+from cases import all_cases, compute, is_local, schema
 from dtensor_npu_strategies.rules import OPERATORS, Arguments, Rule, leading, sharded
 
 CASES = all_cases()
 
 
 def rules_of(name, call):
-    return list(OPERATORS[name].rules(Arguments(call, frozenset())))
+    return list(OPERATORS[name].rules(Arguments(call)))
 
 
 def share(x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
@@ -47,7 +47,7 @@ def simulate(name, call, rule: Rule, ranks: int):
                     return rows
                 return share(torch.empty(rows), 0, rank, ranks).shape[0]
 
-            mine |= local_values(Arguments(call, frozenset()), of_rank)
+            mine |= local_values(Arguments(call), of_rank)
         computed.append(compute(name, mine))
     found = []
     for outputs, placement in zip(zip(*computed, strict=True), rule.outputs, strict=True):
@@ -61,13 +61,6 @@ def simulate(name, call, rule: Rule, ranks: int):
             assert all(torch.equal(outputs[0], other) for other in outputs)
             found.append(outputs[0])
     return found
-
-
-def is_local(name, rule: Rule) -> bool:
-    """Whether the rule is about rows that are each rank's own: see test_moe."""
-    pinned = OPERATORS[name].pinned
-    rows = {n for n, p in rule.inputs.items() if p == Shard(0)}
-    return bool(rows & pinned.keys()) or name == "npu_dsa::moe_permute" and "experts" in rows
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -124,7 +117,7 @@ def test_rows_of_queries_without_bounds_are_not_cut():
 
 
 def test_patterns():
-    a = Arguments({"x": torch.empty(2, 3, 4), "w": None, "y": torch.empty(3)}, frozenset())
+    a = Arguments({"x": torch.empty(2, 3, 4), "w": None, "y": torch.empty(3)})
     assert list(sharded(a, "x:ABC w:C y:B -> AC =B .", "AB")) == [
         Rule({"x": Shard(0), "y": Replicate()}, (Shard(0), Replicate(), Partial())),
         Rule({"x": Shard(1), "y": Shard(0)}, (Partial(), Shard(0), Partial())),

@@ -115,7 +115,7 @@ Share = Callable[[str, int], int]
 def _all_slots(a: Arguments) -> bool:
     """Whether every slot has a row: else a rank's number of rows is not known."""
     slots = a.experts.shape[0] * a.experts.shape[1]
-    return a.num_out_tokens == slots and "num_out_tokens" not in a.keywords
+    return a.num_out_tokens == slots
 
 
 def _rows_out(a: Arguments, share: Share) -> dict[str, int]:
@@ -168,7 +168,7 @@ def moe_unpermute_backward(a: Arguments) -> Iterator[Rule]:
     N, k = a.rows.shape
     d_probs = "=Nk" if a.probs is None else "Nk"
     yield from sharded(a, f"d_y:ND x:MD rows:Nk probs:Nk -> MD {d_probs}", "D")
-    if a.num_rows == N * k and "num_rows" not in a.keywords:
+    if a.num_rows == N * k:
         given = {name: ROWS for name in ("x", "probs") if getattr(a, name) is not None}
         outputs = (ROWS, SAME if a.probs is None else ROWS)
         yield Rule({"d_y": ROWS, "rows": ROWS, **given}, outputs)
@@ -180,11 +180,7 @@ def moe_unpermute_backward(a: Arguments) -> Iterator[Rule]:
 
 def _npu_all_slots(a: Arguments) -> bool:
     slots = a.indices.shape[0] * (a.indices.shape[1] if len(a.indices.shape) == 2 else 1)
-    if a.padded_mode:
-        return False
-    return a.num_out_tokens in (None, 0) or (
-        a.num_out_tokens == slots and "num_out_tokens" not in a.keywords
-    )
+    return not a.padded_mode and a.num_out_tokens in (None, 0, slots)
 
 
 def _npu_rows_out(a: Arguments, share: Share) -> dict[str, int]:
@@ -214,7 +210,7 @@ def _npu_tokens(a: Arguments, share: Share) -> dict[str, int]:
 @operator("npu::npu_moe_token_permute_grad_v2", group="moe", local_values=_npu_tokens, **NUMBERED)
 def npu_moe_token_permute_grad_v2(a: Arguments) -> Iterator[Rule]:
     yield from sharded(a, "grad_permuted_tokens:MD sorted_indices:M -> ND", "D")
-    if not a.padded_mode and "tokens_size_0" not in a.keywords:
+    if not a.padded_mode:
         yield Rule({"grad_permuted_tokens": ROWS, "sorted_indices": ROWS}, (ROWS,))
     yield linear(["grad_permuted_tokens"], True)
 
@@ -261,7 +257,7 @@ def npu_moe_token_unpermute_grad_v2(a: Arguments) -> Iterator[Rule]:
 
 
 def _npu_even(a: Arguments) -> bool:
-    if a.padded_mode or a.restore_shape is not None or "permuted_tokens_size_0" in a.keywords:
+    if a.padded_mode or a.restore_shape is not None:
         return False
     rows = a.sorted_indices.shape[0]
     return a.permuted_tokens_size_0 == rows and rows % a.grad_unpermuted_tokens.shape[0] == 0

@@ -32,7 +32,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_npu_strategies import attention, matmul, moe, norm_rope  # noqa: F401 - they enter
-from dtensor_npu_strategies.rules import OPERATORS, Arguments, Operator, Rule
+from dtensor_npu_strategies.rules import OPERATORS, Arguments, Operator, Rule, short
 
 _NOTHING = object()
 _active: list[Registration] = []
@@ -255,7 +255,7 @@ class _Call:
             values[name] = enter(name, value)
         for argument in arguments:
             values.setdefault(argument.name, argument.default_value)
-        self.arguments = Arguments(values, frozenset(schema.kwargs_schema))
+        self.arguments = Arguments(values)
         self.mesh = self.specs[0].mesh
         returns = self.op._schema.returns
         self.is_list = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
@@ -349,11 +349,11 @@ class _Call:
     def refusal(self, rules: Sequence[Rule]) -> str:
         def shown(placements: Iterable[Placement | None]) -> str:
             return ", ".join(
-                f"{name} {_short(p)}" for name, p in zip(self.names, placements, strict=True)
+                f"{name} {short(p)}" for name, p in zip(self.names, placements, strict=True)
             )
 
         got = ", ".join(
-            f"{name} {'x'.join(map(_short, spec.placements))}"
+            f"{name} {' '.join(map(short, spec.placements))}"
             for name, spec in zip(self.names, self.specs, strict=True)
         )
         by_keyword = self.names[self.positional :]
@@ -361,7 +361,7 @@ class _Call:
         if self.operator.why_pinned:
             lines.append(self.operator.why_pinned)
         if by_keyword:
-            lines.append(f"DTensor does not redistribute {' and '.join(by_keyword)}, by keyword.")
+            lines.append(f"DTensor redistributes no keyword arguments: {', '.join(by_keyword)}.")
         rows = dict.fromkeys(shown(row.inputs) for row in self.rows(rules, 0))
         lines.append("Along a mesh dimension, expected one of:")
         return "\n".join([*lines, *(f"  {row}" for row in rows)])
@@ -386,7 +386,7 @@ class _LocalValues:
             )[0][0]
 
         assert self.operator.local_values is not None
-        call = Arguments(values, frozenset(schema.kwargs_schema))
+        call = Arguments(values)
         changed = self.operator.local_values(call, share)
         args = [
             changed.get(argument.name, value)
@@ -419,7 +419,3 @@ def _mixed(placements: Iterable[Placement | None]) -> bool:
     """Whether sums and maxima, say, of ranks would have to be taken in some order."""
     kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
     return len(kinds) > 1 and kinds != {"sum", "avg"}
-
-
-def _short(placement: Placement | None) -> str:
-    return "-" if placement is None else repr(placement).replace("_StridedShard", "StridedShard")

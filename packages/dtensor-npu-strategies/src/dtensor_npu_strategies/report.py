@@ -13,6 +13,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._debug_mode import DebugMode
 
+from dtensor_npu_strategies.rules import short
+
 NONE = "none (local slice)"
 
 
@@ -51,7 +53,7 @@ class Redistributions(list[Redistribution]):
         ]
         lines = [
             "  ".join(
-                cell.rjust(width) if name == "bytes" and row is not names else cell.ljust(width)
+                cell.rjust(width) if name == "bytes" else cell.ljust(width)
                 for name, cell, width in zip(names, row, widths, strict=False)
             ).rstrip()
             for row in [names, *rows]
@@ -165,17 +167,8 @@ def _names(op: Any, args: tuple[Any, ...]) -> list[str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
-        return " ".join(_short(p) for p in value) or "-"
+        return " ".join(short(p) for p in value) or "-"
     return f"{value:,}" if isinstance(value, int) else value or "-"
-
-
-def _short(placement: Placement) -> str:
-    if placement.is_replicate():
-        return "R"
-    if placement.is_partial():
-        reduction = placement.reduce_op
-        return "P" if reduction == "sum" else f"P({reduction})"
-    return f"S({placement.dim})"
 
 
 # --- collectives ---------------------------------------------------------------------------------

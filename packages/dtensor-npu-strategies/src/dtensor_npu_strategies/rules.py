@@ -24,10 +24,8 @@ class Rule(NamedTuple):
 class Arguments:
     """The arguments of a call by name, defaults filled in; tensors are known by `.shape` alone."""
 
-    def __init__(self, values: dict[str, Any], keywords: frozenset[str]) -> None:
+    def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
-        self.keywords = keywords
-        """Names of the arguments that were given by keyword."""
 
     def __getattr__(self, name: str) -> Any:
         return self._values[name]
@@ -124,3 +122,12 @@ def leading(ndim: int, *, without: Iterable[int] = ()) -> tuple[str, str]:
     skipped = {dim % ndim for dim in without}
     dims = "".join("_" if d in skipped else chr(ord("a") + d) for d in range(ndim))
     return dims, dims.replace("_", "")
+
+
+def short(placement: Placement | None) -> str:
+    """R, S(0) or P, as placements are mostly written."""
+    if placement is None:
+        return "-"
+    if isinstance(placement, Partial):
+        return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
+    return "R" if placement.is_replicate() else f"S({getattr(placement, 'dim', '?')})"
