@@ -3,9 +3,10 @@
     torchrun ... split_run.py JOBS
 
 JOBS is a file of a JSON list of objects, run one after the other: {"mode", "out", "options"}, with
-the options of torchtitan, and "seed" in mode "seed". Mode "seed" writes an unsharded seed checkpoint,
-"load" writes to OUT the weights that a run begins with, "train" trains. After training, OUT holds the LM loss, each layer's indexer loss, the gradient norm and all whole
-gradients of every step, and the smallest gaps between a query's k-th and (k+1)-th index score.
+the options of torchtitan. Mode "seed" writes an unsharded seed checkpoint with the weights of the
+random "seed"; "load" writes to OUT the weights that a run begins with; "train" trains. After
+training, OUT holds the LM loss, each layer's indexer loss, the gradient norm and all gradients of
+every step, and the smallest gaps between a query's k-th and (k+1)-th index score.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from npu_dsa_kernels import dsa_attention
 from titan_npu_train import platform
 
 platform.select("cpu")
@@ -27,7 +29,9 @@ from titan_npu_train.deepseek_v32 import attention  # noqa: E402
 
 def main() -> None:
     init_logger()
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for number, job in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        # The store's keys of a job before would send ranks to addresses that are gone.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         run(job)
 
 
@@ -128,8 +132,6 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def watch_gaps() -> list[float]:
     """A list that collects, a forward each, the smallest gap that decided a selection."""
     gaps: list[float] = []
-    attend = attention.dsa_attention
-
     def watched(q, kv, q_index, k_index, weights, *, topk, bounds, query_split, **kwargs):
         rows = bounds if query_split is None else query_split.take(bounds)
         with torch.no_grad():
@@ -142,7 +144,7 @@ def watch_gaps() -> list[float]:
         decided = first_out.isfinite() & ((last != 0) | (first_out != 0))
         gap = (last - first_out)[decided]
         gaps.append(gap.min().item() if gap.numel() else float("inf"))
-        return attend(
+        return dsa_attention(
             *(q, kv, q_index, k_index, weights),
             topk=topk,
             bounds=bounds,

@@ -3,42 +3,37 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_split_equality import DEBUGMODEL, EP2, launch, options, rows, workspace
+from split_jobs import DEBUGMODEL, STEPS, launch, make_workspace, options, rows, train_job
 
 from titan_npu_train.deepseek_v32 import FLAVORS, DeepSeekV32StateDictAdapter, model_config
 
-__all__ = ["workspace"]  # the fixture
-
 pytestmark = pytest.mark.distributed
+
+EP2 = ["--parallelism.expert_parallel_degree", "2"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")
 def exported(workspace) -> dict[str, torch.Tensor]:
     """The weights a run of two processes exported, in the Hugging Face layout."""
-    launch(
-        2,
-        [
-            *("train", str(workspace / "export.pt")),
-            *options(workspace, DEBUGMODEL),
-            *("--checkpoint.enable", "--checkpoint.last_save_in_hf"),
-            *("--checkpoint.last_save_model_only", "--checkpoint.initial_load_path"),
-            str(workspace / f"seed-{DEBUGMODEL}" / "checkpoint" / "step-0"),
-            *("--dump_folder", str(workspace / "export")),
-            *rows(2),
-            *EP2,
-        ],
-    )
+    extra = [*rows(2), *EP2, "--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
+    job = train_job(workspace, "export", DEBUGMODEL, [*extra, "--checkpoint.no-load_only"])
+    launch(workspace, 2, [job])
     weights = {}
-    for file in (workspace / "export" / "checkpoint" / "step-2").glob("*.safetensors"):
+    for file in (workspace / "export" / "checkpoint" / f"step-{STEPS}").glob("*.safetensors"):
         weights |= load_file(file)
     return weights
 
 
 def start(workspace, folder) -> dict[str, torch.Tensor]:
-    launch(
-        2,
-        [
-            *("load", str(folder / "loaded.pt")),
+    job = {
+        "mode": "load",
+        "out": str(folder / "loaded.pt"),
+        "options": [
             *options(workspace, DEBUGMODEL),
             *("--checkpoint.enable", "--checkpoint.initial_load_in_hf"),
             *("--checkpoint.initial_load_path", str(folder)),
@@ -46,7 +41,8 @@ def start(workspace, folder) -> dict[str, torch.Tensor]:
             *rows(2),
             *EP2,
         ],
-    )
+    }
+    launch(workspace, 2, [job])
     loaded = torch.load(folder / "loaded.pt")
     return {name.replace("_checkpoint_wrapped_module.", ""): w for name, w in loaded.items()}
 

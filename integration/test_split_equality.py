@@ -1,179 +1,203 @@
 """The same global batch, however it is split: same losses, same gradients, every parameter.
 
 All runs start from one seed checkpoint and read the same rows. Indexer gradients are compared
-first: an equal LM loss says nothing about them. top-k is a quarter of the sequence.
+first: an equal LM loss says nothing about them. top-k is a quarter of the sequence; experts are
+routed as the weights have it.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 import torch
-
-from titan_npu_train.data import prepare
+from split_jobs import (
+    DEBUGMODEL,
+    MTP,
+    SMALLEST_GAP,
+    STEPS,
+    difference,
+    launch,
+    make_workspace,
+    rows,
+    train_job,
+)
 
 pytestmark = pytest.mark.distributed
 
 LIMIT = 1e-5
-STEPS = 2
-# Weights and rows for which no selection is decided by less than SMALLEST_GAP.
-SEED = 4
-SMALLEST_GAP = 1e-5
-DEBUGMODEL = "deepseek_v32_debugmodel"
-OPTIONS = [
-    *("--training.seq_len", "64"),
-    *("--training.global_batch_size", "4"),
-    *("--training.steps", str(STEPS)),
-    *("--training.max_norm", "1e9"),
-    # A small learning rate: Adam's first step turns the sign of a gradient's rounding error into
-    # a whole step, and the second step would compare that.
-    *("--lr_scheduler.warmup_steps", "1000", "--lr_scheduler.total_steps", "2000"),
-    *("--dsa.topk", "16"),
-    *("--dataloader.dataset", "prepared"),
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to run the global batch of four rows."""
+
+    name: str
+    nproc: int
+    options: tuple[str, ...]
+    config: str = DEBUGMODEL
+
+
+def split(name: str, nproc: int, local: int, *extra: str, config: str = DEBUGMODEL, **degrees: int):
+    names = {
+        "fsdp": "data_parallel_shard_degree",
+        "hsdp": "data_parallel_replicate_degree",
+        "tp": "tensor_parallel_degree",
+        "cp": "context_parallel_degree",
+        "pp": "pipeline_parallel_degree",
+        "ep": "expert_parallel_degree",
+    }
+    options = rows(local)
+    for kind, degree in degrees.items():
+        options += [f"--parallelism.{names[kind]}", str(degree)]
+    options += extra  # last: the choice of checkpointing ends the options before it
+    return Split(name, nproc, tuple(options), config)
+
+
+def pipeline(schedule: str, microbatch: int = 1) -> tuple[str, ...]:
+    return (
+        *("--parallelism.pipeline_parallel_schedule", schedule),
+        *("--parallelism.pipeline_parallel_microbatch_size", str(microbatch)),
+    )
+
+
+FULL, SELECTIVE = "activation_checkpoint:full", "activation_checkpoint:selective"
+NO_SP = "--parallelism.no-enable_sequence_parallel"
+CONTIGUOUS = ("--parallelism.context_parallel_load_balancer", "None")
+UNABSORBED = ("--dsa.form", "unabsorbed")
+
+SPLITS = [
+    split("accumulation-2", 1, 2),
+    split("accumulation-4", 1, 1),
+    split("ac-selective", 1, 4, SELECTIVE),
+    split("ac-full", 1, 4, FULL),
+    split("compiled", 1, 4, "--compile.enable", "--compile.backend", "aot_eager"),
+    split("fsdp-2", 2, 2, fsdp=2),
+    split("ep-2", 2, 2, ep=2),
+    split("hsdp-2x1", 2, 2, hsdp=2, fsdp=1),
+    split("ep-2-accumulation-2-ac-full", 2, 1, FULL, ep=2),
+    split("tp-2", 2, 4, tp=2),
+    split("tp-2-ac-full-accumulation-4", 2, 1, FULL, tp=2),
+    split("tp-2-ac-selective", 2, 4, SELECTIVE, tp=2),
+    split("tp-2-ep-2", 2, 4, tp=2, ep=2),
+    split("tp-2-unabsorbed", 2, 4, *UNABSORBED, tp=2),
+    split("cp-2", 2, 4, cp=2),
+    split("cp-2-contiguous-ac-full", 2, 2, *CONTIGUOUS, FULL, cp=2),
+    split("cp-2-unabsorbed", 2, 4, *UNABSORBED, cp=2),
+    split("pp-2-1f1b", 2, 4, *pipeline("1F1B"), pp=2),
+    split("pp-2-1f1b-one-microbatch", 2, 4, *pipeline("1F1B", 4), pp=2),
+    split("pp-2-1f1b-ac-full-accumulation-2", 2, 2, *pipeline("1F1B"), FULL, pp=2),
+    split("pp-2-interleaved-ac-selective", 2, 4, *pipeline("Interleaved1F1B"), SELECTIVE, pp=2),
+    split("pp-2-interleaved-ac-full", 2, 4, *pipeline("Interleaved1F1B"), FULL, pp=2),
+    split("pp-2-zbv", 2, 4, *pipeline("ZBVZeroBubble"), pp=2),
+    split("mtp-ep-2-ac-full", 2, 1, FULL, config=MTP, ep=2),
+    split("mtp-cp-2", 2, 4, config=MTP, cp=2),
+    split("mtp-tp-2", 2, 4, config=MTP, tp=2),
+    split("hsdp-2x2-ep-2", 4, 1, hsdp=2, fsdp=2, ep=2),
+    split("fsdp-2-tp-2-ep-4", 4, 2, fsdp=2, tp=2, ep=4),
+    split("tp-4", 4, 4, tp=4),
+    split("cp-4", 4, 4, cp=4),
+    split("cp-2-tp-2-ep-4-ac-full", 4, 2, FULL, cp=2, tp=2, ep=4),
+    split("pp-2-tp-2", 4, 4, *pipeline("1F1B"), pp=2, tp=2),
+    split("mtp-cp-2-tp-2-ep-2", 4, 4, config=MTP, cp=2, tp=2, ep=2),
+    split("pp-2-tp-2-ep-2-fsdp-2", 8, 2, *pipeline("1F1B"), FULL, pp=2, tp=2, ep=2, fsdp=2),
+    split("fsdp-2-tp-2-cp-2-ep-4", 8, 2, FULL, fsdp=2, tp=2, cp=2, ep=4),
+    split("pp-2-tp-2-cp-2-ep-4", 8, 4, *pipeline("Interleaved1F1B"), FULL, pp=2, tp=2, cp=2, ep=4),
 ]
 
 
-@pytest.fixture(scope="session")
-def workspace(tmp_path_factory) -> Path:
-    """A folder with a dataset and a seed checkpoint."""
-    root = tmp_path_factory.mktemp("split")
-    source = root / "text"
-    source.mkdir()
-    generator = torch.Generator().manual_seed(0)
-    words = ["gather", "scatter", "reduce", "mask", "key", "query", "top", "sum", "(", ")", ":"]
-    for i in range(60):
-        size = int(torch.randint(20, 90, (), generator=generator))
-        picks = torch.randint(0, len(words), (size,), generator=generator)
-        (source / f"{i}.txt").write_text(" ".join(words[p] + str(int(p) * i % 7) for p in picks))
-    prepare(source, root / "data", vocab_size=300)
-    write_seed(root, DEBUGMODEL)
-    return root
-
-
-def write_seed(root: Path, config: str) -> None:
-    launch(
-        1,
-        [
-            *("seed", str(SEED)),
-            *options(root, config),
-            *("--checkpoint.create_seed_checkpoint", "--checkpoint.enable"),
-            *("--dump_folder", str(root / f"seed-{config}")),
-        ],
-    )
-
-
-def options(root: Path, config: str) -> list[str]:
-    return [
-        *("--config", config),
-        *OPTIONS,
-        *("--dataloader.dataset_path", str(root / "data")),
-        *("--hf_assets_path", str(root / "data" / "tokenizer")),
-    ]
-
-
-def launch(nproc: int, arguments: list[str]) -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(nproc)),
-        str(Path(__file__).with_name("split_run.py")),
-        *arguments,
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def run(root: Path, name: str, nproc: int, *extra: str, config: str = DEBUGMODEL) -> dict:
-    seed = root / f"seed-{config}" / "checkpoint" / "step-0"
-    out = root / f"{name}.pt"
-    launch(
-        nproc,
-        [
-            *("train", str(out)),
-            *options(root, config),
-            *("--checkpoint.enable", "--checkpoint.load_only"),
-            *("--checkpoint.initial_load_path", str(seed)),
-            *("--dump_folder", str(root / name)),
-            *extra,
-        ],
-    )
-    return torch.load(out)
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("split"))
 
 
 @pytest.fixture(scope="module")
-def expected(workspace) -> dict:
-    """One process, the whole batch at once."""
-    return clear(run(workspace, "one", 1, *rows(4)))
+def expected(workspace) -> dict[str, dict]:
+    """By configuration: one process, the whole batch at once."""
+    names = {DEBUGMODEL: "one", MTP: "one-mtp"}
+    launch(workspace, 1, [train_job(workspace, n, c, rows(4)) for c, n in names.items()])
+    records = {config: torch.load(workspace / f"{name}.pt") for config, name in names.items()}
+    for record in records.values():
+        gap = min(record["smallest_gap"])
+        assert gap > SMALLEST_GAP, f"smallest score gap {gap:.2e}: take another of SEEDS"
+    return records
 
 
 @pytest.fixture(scope="module")
-def expected_mtp(workspace) -> dict:
-    """The same of the model with an MTP layer."""
-    write_seed(workspace, DEBUGMODEL + "_mtp")
-    return clear(run(workspace, "one-mtp", 1, *rows(4), config=DEBUGMODEL + "_mtp"))
+def record_of(workspace, request):
+    """The record of a split; all selected ones of as many ranks run in one launch."""
+    chosen = {
+        item.callspec.params["split"]
+        for item in request.session.items
+        if "split" in getattr(getattr(item, "callspec", None), "params", {})
+    }
+    failed: dict[int, str] = {}
 
+    def record(split: Split) -> dict:
+        path = workspace / f"{split.name}.pt"
+        if not path.exists() and split.nproc not in failed:
+            together = [s for s in SPLITS if s in chosen and s.nproc == split.nproc]
+            jobs = [train_job(workspace, s.name, s.config, list(s.options)) for s in together]
+            try:
+                launch(workspace, split.nproc, jobs)
+            except AssertionError as error:
+                failed[split.nproc] = str(error)
+        if not path.exists():
+            pytest.fail(f"this or an earlier split of {split.nproc} ranks: {failed[split.nproc]}")
+        return torch.load(path)
 
-def clear(record: dict) -> dict:
-    gap = min(record["smallest_gap"])
-    assert gap > SMALLEST_GAP, f"smallest score gap {gap:.2e}: take another SEED"
     return record
 
 
-def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    norm = wanted.double().norm()
-    return ((got.double() - wanted.double()).norm() / norm).item() if norm else got.norm().item()
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
+def test_same_as_one_process(expected, record_of, split):
+    assert_same(record_of(split), expected[split.config])
 
 
-FSDP2 = ["--parallelism.data_parallel_shard_degree", "2"]
-EP2 = ["--parallelism.expert_parallel_degree", "2"]
-HSDP = [
-    *("--parallelism.data_parallel_replicate_degree", "2"),
-    *("--parallelism.data_parallel_shard_degree", "1"),
+def assert_same(got: dict, expected: dict) -> None:
+    gaps = (
+        f"smallest score gaps {min(got['smallest_gap']):.2e} and "
+        f"{min(expected['smallest_gap']):.2e}"
+    )
+    assert len(got["steps"]) == len(expected["steps"]) == STEPS
+    ours, wanted = got["steps"][0]["gradients"], expected["steps"][0]["gradients"]
+    assert ours.keys() == wanted.keys()
+    for parameter in sorted(wanted, key=lambda n: (".indexer." not in n, n)):
+        assert ours[parameter] is not None, f"{parameter} has no gradient"
+        assert wanted[parameter].norm() > 0, f"{parameter} has no gradient to compare"
+        error = difference(ours[parameter], wanted[parameter])
+        assert error < LIMIT, f"gradient of {parameter} is off by {error:.2e}; {gaps}"
+    for number, (ours, wanted) in enumerate(zip(got["steps"], expected["steps"], strict=True), 1):
+        for figure in ("loss", "indexer_losses", "grad_norm"):
+            assert ours[figure] == pytest.approx(wanted[figure], rel=LIMIT), (
+                f"{figure} of step {number}; {gaps}"
+            )
+    assert got["expert_biases"].keys() == expected["expert_biases"].keys()
+    for bias, wanted in expected["expert_biases"].items():
+        assert torch.equal(got["expert_biases"][bias], wanted), bias
+
+
+def test_mtp_has_an_indexer_loss_of_its_own(expected):
+    assert len(expected[MTP]["steps"][0]["indexer_losses"]) == 5  # four layers and the MTP layer
+
+
+ZERO = [
+    split("coefficient-0-ep-2", 2, 2, "--dsa.indexer_loss_coefficient", "0", ep=2),
+    split("coefficient-0-cp-2", 2, 4, "--dsa.indexer_loss_coefficient", "0", cp=2),
+    split("coefficient-0-tp-2", 2, 4, "--dsa.indexer_loss_coefficient", "0", tp=2),
 ]
 
 
-def rows(local_batch_size: int) -> list[str]:
-    return ["--training.local_batch_size", str(local_batch_size)]
+@pytest.fixture(scope="module")
+def without_indexer_loss(workspace) -> dict[str, dict]:
+    launch(workspace, 2, [train_job(workspace, s.name, s.config, list(s.options)) for s in ZERO])
+    return {s.name: torch.load(workspace / f"{s.name}.pt") for s in ZERO}
 
 
-@pytest.mark.parametrize(
-    ("nproc", "extra"),
-    [
-        pytest.param(1, rows(2), id="accumulation-2"),
-        pytest.param(1, rows(1), id="accumulation-4"),
-        pytest.param(1, [*rows(4), "activation_checkpoint:selective"], id="ac-selective"),
-        pytest.param(1, [*rows(4), "activation_checkpoint:full"], id="ac-full"),
-        pytest.param(2, [*rows(2), *FSDP2], id="fsdp-2"),
-        pytest.param(2, [*rows(2), *EP2], id="ep-2"),
-        pytest.param(2, [*rows(2), *HSDP], id="hsdp-2x1"),
-        pytest.param(
-            2, [*rows(1), *EP2, "activation_checkpoint:full"], id="ep-2-accumulation-2-ac-full"
-        ),
-        pytest.param(
-            1, [*rows(4), "--compile.enable", "--compile.backend", "aot_eager"], id="compiled"
-        ),
-    ],
-)
-def test_same_as_one_process(workspace, expected, request, nproc, extra):
-    assert_same(run(workspace, request.node.callspec.id, nproc, *extra), expected)
-
-
-def test_mtp_is_the_same_too(workspace, expected_mtp):
-    extra = [*rows(1), *EP2, "activation_checkpoint:full"]
-    got = run(workspace, "mtp-ep-2", 2, *extra, config=DEBUGMODEL + "_mtp")
-    assert_same(got, expected_mtp)
-    assert len(got["steps"][0]["indexer_losses"]) == 5  # four layers and the MTP layer's own
-
-
-def test_coefficient_zero_trains_the_backbone_alone(workspace, expected):
-    """Two steps without indexer gradients: no hang, and the backbone learns as ever."""
-    zero = ["--dsa.indexer_loss_coefficient", "0"]
-    got = run(workspace, "coefficient-0", 2, *rows(2), *EP2, *zero)
-    for ours, wanted in zip(got["steps"], expected["steps"], strict=True):
+@pytest.mark.parametrize("name", [s.name for s in ZERO])
+def test_coefficient_zero_trains_the_backbone_alone(without_indexer_loss, expected, name):
+    """Steps without indexer gradients: no hang, and the backbone learns as ever."""
+    for ours, wanted in zip(
+        without_indexer_loss[name]["steps"], expected[DEBUGMODEL]["steps"], strict=True
+    ):
         assert ours["indexer_losses"] is None
         for parameter, gradient in ours["gradients"].items():
             if ".indexer." in parameter:
@@ -182,28 +206,8 @@ def test_coefficient_zero_trains_the_backbone_alone(workspace, expected):
                 assert difference(gradient, wanted["gradients"][parameter]) < LIMIT, parameter
 
 
-def assert_same(got: dict, expected: dict) -> None:
-    assert len(got["steps"]) == STEPS
-    for step, (ours, wanted) in enumerate(zip(got["steps"], expected["steps"], strict=True), 1):
-        assert ours["gradients"].keys() == wanted["gradients"].keys()
-        names = sorted(wanted["gradients"], key=lambda n: (".indexer." not in n, n))
-        for parameter in names:
-            gradient = wanted["gradients"][parameter]
-            assert gradient.norm() > 0, f"{parameter} has no gradient to compare"
-            error = difference(ours["gradients"][parameter], gradient)
-            assert error < LIMIT, (
-                f"step {step}: gradient of {parameter} is off by {error:.2e}; smallest score gaps "
-                f"{min(got['smallest_gap']):.2e} and {min(expected['smallest_gap']):.2e}"
-            )
-        assert ours["loss"] == pytest.approx(wanted["loss"], rel=LIMIT)
-        assert ours["indexer_losses"] == pytest.approx(wanted["indexer_losses"], rel=LIMIT)
-        assert ours["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=LIMIT)
-    for bias, wanted in expected["expert_biases"].items():
-        assert torch.equal(got["expert_biases"][bias], wanted), bias
-
-
 def test_grad_norm_is_the_norm_of_all_gradients(expected):
-    for step in expected["steps"]:
+    for step in expected[DEBUGMODEL]["steps"]:
         squares = [g.double().square().sum() for g in step["gradients"].values()]
         exact = torch.stack(squares).sum().sqrt().item()
         assert step["grad_norm"] == pytest.approx(exact, rel=1e-9)

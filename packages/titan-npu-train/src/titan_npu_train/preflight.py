@@ -26,6 +26,7 @@ from titan_npu_train.failures import UserError
 __all__ = [
     "DEFAULT_MODULE",
     "check",
+    "check_layout",
     "checkpoint_problems",
     "config_names",
     "data_problems",
@@ -271,6 +272,17 @@ def check(config: Any, world_size: int) -> None:
         raise UserError(f"\n{failures.PREFIX}".join(problems))
 
 
+def check_layout(config: Any, world_size: int) -> None:
+    """The part of :func:`check` that needs no disk; every rank finds the same, before it talks.
+
+    Raises:
+        UserError: every problem found, one a line.
+    """
+    problems = list(world_problems(config, world_size)) or list(model_problems(config))
+    if problems:
+        raise UserError(f"\n{failures.PREFIX}".join(problems))
+
+
 def world_problems(config: Any, world_size: int) -> Iterator[str]:
     """Parallel degrees, sequence and batch against the number of processes."""
     parallelism, training = config.parallelism, config.training
@@ -446,6 +458,7 @@ def checkpoint_problems(config: Any) -> Iterator[str]:
     newest = newest_checkpoint(Path(config.dump_folder) / config.checkpoint.folder)
     initial = config.checkpoint.initial_load_path
     if newest is not None:
+        yield from _stage_problems(newest, config)
         yield from _dcp_problems(newest, vocabulary, "another --dump_folder to start afresh")
     elif not initial:
         return
@@ -469,6 +482,16 @@ def newest_checkpoint(folder: Path) -> Path | None:
             Checkpoint.open(path)
             return path
     return None
+
+
+def _stage_problems(path: Path, config: Any) -> Iterator[str]:
+    from titan_npu_train.checkpoint import Checkpoint
+    from titan_npu_train.checkpoint.stage import stage_problem
+
+    if path.name == "step-0" or not hasattr(config, "dsa"):
+        return  # initial weights, which may begin any stage
+    if problem := stage_problem(Checkpoint.open(path), config.dsa.stage):
+        yield f"{problem}."
 
 
 def _dcp_problems(path: Path, vocabulary: int | None, otherwise: str) -> Iterator[str]:

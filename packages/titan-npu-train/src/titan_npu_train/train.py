@@ -86,6 +86,7 @@ def _configure(arguments: list[str]) -> tuple[Any, RunInfo]:
     init_logger()
     module, name, options = preflight.split_arguments(arguments)
     config = preflight.load_config(module, name, options)
+    preflight.check_layout(config, int(os.environ["WORLD_SIZE"]))
     return config, RunInfo.of_this_process(module, name, options, chosen.name)
 
 

@@ -3,22 +3,23 @@
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.distributed import full_dtensor
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_custom_cp import current_context
 from titan_npu_train.context_parallel import ContextParallelOptions
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
-from titan_npu_train.deepseek_v32.model import DeepSeekV32Model
+from titan_npu_train.deepseek_v32.model import SPLIT_BACKWARD_SCHEDULES, DeepSeekV32Model
 from titan_npu_train.deepseek_v32.mtp import shifted_labels, shifted_tokens
-from titan_npu_train.deepseek_v32.options import DSAOptions
+from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, DSAOptions
 from titan_npu_train.gradients import clip_grad_norm
 from titan_npu_train.metrics import MetricsProcessor
 
@@ -44,6 +45,19 @@ class Trainer(TitanTrainer):
     metrics_processor: MetricsProcessor
     _global_valid_tokens: torch.Tensor | None = None
     _clock_started: bool = False
+
+    def __init__(self, config: Config):
+        parallelism = config.parallelism
+        if (
+            parallelism.pipeline_parallel_degree > 1
+            and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+            and isinstance(config.loss, ChunkedLossWrapper.Config)
+        ):
+            # Its chunks run backward inside of the forward, where such a schedule does not collect
+            # the gradients of the last norm.
+            logger.info(f"{parallelism.pipeline_parallel_schedule}: the loss is not chunked")
+            config = replace(config, loss=config.loss.loss_fn)
+        super().__init__(config)
 
     @property
     def trains_indexers(self) -> bool:
@@ -89,12 +103,13 @@ class Trainer(TitanTrainer):
         if not self.trains_indexers:
             return DSAMasks.from_positions(positions_BS, index_S=index_S)
         assert self._global_valid_tokens is not None
-        return DSAMasks.from_positions(
+        masks = DSAMasks.from_positions(
             positions_BS,
             index_S=index_S,
             kl_mask_BS=labels_BS != IGNORE_INDEX,
             kl_scale=self.config.dsa.indexer_loss_coefficient / self._global_valid_tokens,
         )
+        return masks._replace(measures_recall=self.metrics_processor.should_log(self.step))
 
     def forward_backward_step(
         self,
@@ -151,6 +166,7 @@ class Trainer(TitanTrainer):
         losses = []
         while groups:
             losses.append(self._forward_backward(groups.pop(0), global_valid_tokens))
+        self._refuse_missing_gradients()
         grad_norm = clip_grad_norm(
             [p for part in self.model_parts for p in part.parameters()],
             self.config.training.max_norm,
@@ -163,6 +179,7 @@ class Trainer(TitanTrainer):
         self.lr_schedulers.step()
 
         indexer_losses = self._take_indexer_losses()
+        found_keys = self._take_found_keys()
         if self.metrics_processor.should_log(self.step):
             self._log_step(
                 torch.stack(losses).sum(),
@@ -170,6 +187,7 @@ class Trainer(TitanTrainer):
                 global_valid_tokens,
                 grad_norm,
                 indexer_losses,
+                found_keys,
                 learning_rates,
             )
 
@@ -185,6 +203,25 @@ class Trainer(TitanTrainer):
             raise RuntimeError(
                 f"the {what} of step {self.step} is {value}: training cannot go on. Lower the "
                 "learning rate, or resume from an earlier checkpoint"
+            )
+
+    def _refuse_missing_gradients(self) -> None:
+        if not isinstance(self.model_config, DeepSeekV32Model.Config):
+            return
+        missing = [
+            name
+            for part in self.model_parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+            and parameter.grad is None
+            and (self.trains_indexers or ".indexer." not in name)
+        ]
+        if missing:
+            raise RuntimeError(
+                f"step {self.step} left {len(missing)} parameters without a gradient, {missing[0]} "
+                "among them: they would stay as they are without a word. The pipeline schedule "
+                f"{self.config.parallelism.pipeline_parallel_schedule} or the loss does not reach "
+                "them"
             )
 
     def _forward_backward(
@@ -220,6 +257,18 @@ class Trainer(TitanTrainer):
                 losses[layer] += value
         return losses / self.config.dsa.indexer_loss_coefficient
 
+    def _take_found_keys(self) -> torch.Tensor | None:
+        """This rank's share of the keys each indexer found and should have found, [layers, 2]."""
+        if self.config.dsa.stage != DENSE_WARMUP or not self.trains_indexers:
+            return None
+        config = self.model_config
+        assert isinstance(config, DeepSeekV32Model.Config)
+        sums = torch.zeros(len(config.layers) + len(config.mtp_layers), 2, device=self.device)
+        for part in self.model_parts:
+            for layer, value in cast(DeepSeekV32Model, part).take_found_keys().items():
+                sums[layer] += value
+        return sums
+
     def _log_step(
         self,
         loss: torch.Tensor,
@@ -227,6 +276,7 @@ class Trainer(TitanTrainer):
         global_valid_tokens: torch.Tensor,
         grad_norm: torch.Tensor,
         indexer_losses: torch.Tensor | None,
+        found_keys: torch.Tensor | None,
         learning_rates: dict[str, float],
     ) -> None:
         # A pipeline stage without the loss contributes zero to both sums.
@@ -246,6 +296,14 @@ class Trainer(TitanTrainer):
                 layers = self._sum_over(layers, mesh)
             extra["indexer_loss"] = layers.mean().item()
             extra["indexer_loss_layers"] = layers.tolist()
+        if found_keys is not None:
+            for mesh in ("pp", "loss", "tp"):
+                found_keys = self._sum_over(found_keys, mesh)
+            # No query saw more keys than an indexer selects: there is nothing to choose.
+            recalls = [found / keys if keys else None for found, keys in found_keys.tolist()]
+            known = [recall for recall in recalls if recall is not None]
+            extra["topk_recall"] = sum(known) / len(known) if known else None
+            extra["topk_recall_layers"] = recalls
         self.metrics_processor.log(
             self.step, mean_loss, max_loss.item(), grad_norm.item(), extra_metrics=extra
         )

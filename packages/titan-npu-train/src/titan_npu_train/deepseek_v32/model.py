@@ -6,28 +6,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model, MTPTransformerBlock
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 from torchtitan.tools.logging import logger
 
+from npu_dsa_kernels.backends import resolve
+from titan_npu_train import platform
 from titan_npu_train.context_parallel import ContextParallelOptions
-from titan_npu_train.deepseek_v32.attention import Attention, attention_modules
+from titan_npu_train.deepseek_v32.attention import Attention, DenseAttention, attention_modules
 from titan_npu_train.deepseek_v32.flops import training_flops
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
 from titan_npu_train.deepseek_v32.mtp import shifted_tokens
-from titan_npu_train.deepseek_v32.options import DSAOptions
+from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, SPARSE, DSAOptions, Stage
 from titan_npu_train.deepseek_v32.sharding import set_dsa_sharding_config
+from titan_npu_train.deepseek_v32.warmup import freeze_backbone
 
-__all__ = ["DeepSeekV32Model", "MTPBlock"]
+__all__ = ["SPLIT_BACKWARD_SCHEDULES", "DeepSeekV32Model"]
 
-
-class MTPBlock(MTPTransformerBlock):
-    """torchtitan's MTP layer, whose attention has an indexer of its own."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(MTPTransformerBlock.Config):
-        pass
+SPLIT_BACKWARD_SCHEDULES = ("ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble")
+"""Pipeline schedules that compute the gradients of inputs and of weights at different times."""
 
 
 class DeepSeekV32Model(DeepSeekV3Model):
@@ -35,6 +34,9 @@ class DeepSeekV32Model(DeepSeekV3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DeepSeekV3Model.Config):
+        stage: Stage = SPARSE
+        """See :class:`.options.DSAOptions`, which sets it."""
+
         def update_from_config(self, *, config, **kwargs) -> None:
             _check_parallelism(self, config)
             # Not MTPDecoder's own, which refuses MTP under context parallelism: there, tokens are
@@ -52,6 +54,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
                 enable_ep=parallelism.expert_parallel_degree > 1,
             )
             options = getattr(config, "dsa", None) or DSAOptions()
+            self.stage = options.stage
             for layer in [*self.layers, *self.mtp_layers]:
                 attention = layer.attention
                 attention.apply_options(options)
@@ -79,6 +82,18 @@ class DeepSeekV32Model(DeepSeekV3Model):
                 f"indexer {flops.indexer_linear + flops.indexer_scores:.3e})"
             )
             return total, round(flops.total)
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._freeze()
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        super().parallelize(parallel_dims)
+        self._freeze()  # sharded parameters are new ones
+
+    def _freeze(self) -> None:
+        if self.config.stage == DENSE_WARMUP:
+            freeze_backbone(self)
 
     def forward(
         self,
@@ -137,6 +152,15 @@ class DeepSeekV32Model(DeepSeekV3Model):
                 losses[self.layer_index(name)] = value
         return losses
 
+    def take_found_keys(self) -> dict[int, torch.Tensor]:
+        """In the dense warm-up stage, :func:`.recall.found_keys` by layer since the last call."""
+        found = {}
+        for name, attention in attention_modules(self):
+            inner = attention.inner_attention
+            if isinstance(inner, DenseAttention) and (sums := inner.found_keys.take()) is not None:
+                found[self.layer_index(name)] = sums
+        return found
+
     def layer_index(self, name: str) -> int:
         """Number of the layer a dotted module name belongs to."""
         kind, index = name.split(".")[:2]
@@ -145,9 +169,6 @@ class DeepSeekV32Model(DeepSeekV3Model):
     @property
     def attention_modules(self) -> list[tuple[str, Attention]]:
         return attention_modules(self)
-
-
-_SPLIT_BACKWARD = ("ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble")
 
 
 def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
@@ -174,10 +195,30 @@ def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
             "a configuration without MTP, or set it to 1"
         )
     schedule = parallelism.pipeline_parallel_schedule
+    options = getattr(config, "dsa", None) or DSAOptions()
+    if options.stage == DENSE_WARMUP:
+        _check_warmup(options, tensor, schedule if pipeline > 1 else None)
     checkpointing = getattr(config, "activation_checkpoint", None)
-    if pipeline > 1 and schedule in _SPLIT_BACKWARD and checkpointing is not None:
+    if pipeline > 1 and schedule in SPLIT_BACKWARD_SCHEDULES and checkpointing is not None:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule {schedule} runs the backward of a layer in "
             "two parts, and each would recompute its checkpointed forward: use "
             "activation_checkpoint:none, or 1F1B or Interleaved1F1B"
+        )
+
+
+def _check_warmup(options: DSAOptions, tensor: int, schedule: str | None) -> None:
+    if schedule in SPLIT_BACKWARD_SCHEDULES:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule {schedule} splits the backward of a layer, of "
+            "which dsa.stage 'dense_warmup' has none: use 1F1B or Interleaved1F1B"
+        )
+    if tensor == 1:
+        return
+    device = torch.device(platform.current().device_type)
+    if resolve(options.kl_backend or options.backend, device) == "npu":
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree is {tensor}: the fused operator of the warm-up "
+            "loss needs the keys of all heads, and each rank has those of its own. Use "
+            "--dsa.kl_backend torch, which takes the latent that all heads share"
         )
