@@ -18,6 +18,7 @@ from titan_npu_train.context_parallel import ContextParallelOptions
 from titan_npu_train.deepseek_v32.attention import Attention, DenseAttention, attention_modules
 from titan_npu_train.deepseek_v32.flops import training_flops
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
+from titan_npu_train.deepseek_v32.moe_sharding import check_moe_parallelism, set_moe_sharding
 from titan_npu_train.deepseek_v32.mtp import shifted_tokens
 from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, SPARSE, DSAOptions, Stage
 from titan_npu_train.deepseek_v32.sharding import set_dsa_sharding_config
@@ -48,17 +49,19 @@ class DeepSeekV32Model(DeepSeekV3Model):
             finally:
                 self.layers = main_layers
             parallelism = config.parallelism
-            set_deepseek_v3_sharding_config(
-                self,
-                enable_sp=parallelism.enable_sequence_parallel,
-                enable_ep=parallelism.expert_parallel_degree > 1,
-            )
+            plan = {
+                "enable_sp": parallelism.enable_sequence_parallel,
+                "enable_ep": parallelism.expert_parallel_degree > 1,
+            }
+            set_deepseek_v3_sharding_config(self, **plan)
             options = getattr(config, "dsa", None) or DSAOptions()
             self.stage = options.stage
             for layer in [*self.layers, *self.mtp_layers]:
                 attention = layer.attention
                 attention.apply_options(options)
                 set_dsa_sharding_config(attention)
+                if layer.moe is not None:
+                    set_moe_sharding(layer.moe, **plan)
                 attention.indexer.rope = dataclasses.replace(
                     attention.indexer.rope, max_seq_len=attention.rope.max_seq_len
                 )
@@ -188,6 +191,19 @@ def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
     if training is not None and context > 1:
         options = getattr(config, "context_parallel", None) or ContextParallelOptions()
         options.check(parallelism, training.seq_len)
+    experts = next((layer.moe.num_experts for layer in model.layers if layer.moe is not None), None)
+    if experts is not None:
+        rows = None
+        if training is not None:
+            rows = training.local_batch_size
+            if pipeline > 1:
+                rows = parallelism.pipeline_parallel_microbatch_size
+        check_moe_parallelism(
+            parallelism,
+            num_experts=experts,
+            seq_len=None if training is None else training.seq_len,
+            rows=rows,
+        )
     if pipeline > 1 and model.mtp_layers:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree is {pipeline}, but a multi-token-prediction "
