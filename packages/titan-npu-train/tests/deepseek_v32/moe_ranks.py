@@ -32,7 +32,10 @@ from torchtitan.protocols.module import Module, ModuleDict
 from torchtitan.protocols.sharding import resolve_placements
 
 from titan_npu_train.deepseek_v32 import FLAVORS, model_config, parallelize
-from titan_npu_train.deepseek_v32.load_balance import register_moe_load_balancing
+from titan_npu_train.deepseek_v32.load_balance import (
+    register_moe_load_balancing,
+    tokens_per_expert,
+)
 from titan_npu_train.deepseek_v32.moe import MoE
 from titan_npu_train.deepseek_v32.moe_sharding import set_moe_sharding
 
@@ -260,8 +263,7 @@ def _run(case: Case, wanted: Result) -> Report:
         report.errors[name] = _error(grad.full_tensor(), wanted.grads[name])
 
     moe = next(module for module in model.modules() if isinstance(module, MoE))
-    tokens_E = _local(moe.tokens_per_expert_E).clone()
-    dist.all_reduce(tokens_E)
+    (tokens_E,) = tokens_per_expert([moe], dims)
     report.tokens_differ = (tokens_E - wanted.tokens_E).abs().max().item()
     hooks.step()
     report.bias_differs = (_local(moe.expert_bias_E) - wanted.bias_E).abs().max().item()

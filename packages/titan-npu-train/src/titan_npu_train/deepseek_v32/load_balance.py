@@ -15,7 +15,7 @@ from torchtitan.distributed import ParallelDims
 
 from titan_npu_train.deepseek_v32.moe import MoE
 
-__all__ = ["register_moe_load_balancing"]
+__all__ = ["register_moe_load_balancing", "tokens_per_expert"]
 
 
 def register_moe_load_balancing(
@@ -32,19 +32,27 @@ def register_moe_load_balancing(
         for module in part.modules()
         if isinstance(module, MoE) and module.load_balance_coeff is not None
     ]
-    # Every rank of these two counted tokens of its own.
-    meshes = [parallel_dims.get_optional_mesh(name) for name in ("tp", "loss")]
-    groups = [mesh.get_group() for mesh in meshes if mesh is not None]
     if layers:
-        optimizers.register_step_pre_hook(lambda *_: _update_expert_biases(layers, groups))
+        optimizers.register_step_pre_hook(lambda *_: _update_expert_biases(layers, parallel_dims))
 
 
 @torch.no_grad()
-def _update_expert_biases(layers: Sequence[MoE], groups: Sequence[dist.ProcessGroup]) -> None:
-    # Letters: N MoE layers, E experts. Integers: ranks and their number must not change a sign.
+def tokens_per_expert(layers: Sequence[MoE], parallel_dims: ParallelDims) -> torch.Tensor:
+    """Tokens each expert got since the last optimizer step, of all ranks: int64 [layers, E].
+
+    A collective call: every rank of a pipeline stage makes it, with the same layers.
+    """
     counts_NE = torch.stack([_local(moe.tokens_per_expert_E) for moe in layers]).long()
-    for group in groups:
-        dist.all_reduce(counts_NE, group=group)
+    for axis in ("tp", "loss"):  # the ranks of both counted tokens of their own
+        if (mesh := parallel_dims.get_optional_mesh(axis)) is not None:
+            dist.all_reduce(counts_NE, group=mesh.get_group())
+    return counts_NE
+
+
+@torch.no_grad()
+def _update_expert_biases(layers: Sequence[MoE], parallel_dims: ParallelDims) -> None:
+    # Letters: N MoE layers, E experts. In integers the sign does not depend on rounding.
+    counts_NE = tokens_per_expert(layers, parallel_dims)
     mean_times_E_N1 = counts_NE.sum(-1, keepdim=True)
     sign_NE = (mean_times_E_N1 - counts_NE * counts_NE.size(-1)).sign().float()
     for moe, sign_E in zip(layers, sign_NE, strict=True):
