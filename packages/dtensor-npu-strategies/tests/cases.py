@@ -73,14 +73,15 @@ def _norm_rope() -> dict[str, list[dict]]:
     x, d_y, weight = _random(3, S, D), _random(3, S, D, seed=1), _random(D)
     rstd = stand_ins.rms_norm(x, None, 1e-6, "")[1]
     q, d_q = _random(B, S, H, D), _random(B, S, H, D, seed=1)
-    one, each = {"cos": _random(S, D), "sin": _random(S, D)}, {}
+    one = {"cos": _random(S, D), "sin": _random(S, D)}
     each = {"cos": _random(B, S, D), "sin": _random(B, S, D)}
     wide, d_wide = _random(3, S, 8), _random(3, S, 4)
     return {
         "rms_norm": [{"x": x, "weight": weight, "eps": 1e-6}, {"x": x, "weight": None, "eps": 0.1}],
         "rms_norm_backward": [{"d_y": d_y, "x": x, "weight": w, "rstd": rstd}
                               for w in (weight, None)],
-        "rotary_mul": [{"x": q, **one, "interleaved": False}, {"x": q, **each, "interleaved": True}],
+        "rotary_mul": [{"x": q, **one, "interleaved": False},
+                       {"x": q, **each, "interleaved": True}],
         "rotary_mul_backward": [{"d_y": d_q, **one, "interleaved": True},
                                 {"d_y": d_q, **each, "interleaved": False}],
         "swiglu": [{"x": wide, "dim": -1}, {"x": _random(3, 4, 5), "dim": 1}],
@@ -172,4 +173,4 @@ def is_local(name, rule: Rule) -> bool:
     """Whether the rule is about rows that are each rank's own: see test_moe."""
     pinned = OPERATORS[name].pinned
     rows = {n for n, p in rule.inputs.items() if p == Shard(0)}
-    return bool(rows & pinned.keys()) or name == "npu_dsa::moe_permute" and "experts" in rows
+    return bool(rows & pinned.keys()) or (name == "npu_dsa::moe_permute" and "experts" in rows)

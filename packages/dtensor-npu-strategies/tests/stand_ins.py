@@ -16,36 +16,53 @@ from torch import Tensor
 _npu_dsa = torch.library.Library("npu_dsa", "DEF")
 _aten = torch.library.Library("aten", "IMPL")
 
-INDEXER = "Tensor q_index, Tensor k_index, Tensor weights"
-SCHEMAS = {
-    "attention_target": "(Tensor q, Tensor kv, Tensor indices, Tensor lse, float scale, str backend) -> Tensor",
-    "dense_attention": "(Tensor q, Tensor k, Tensor v, Tensor? bounds, float scale, str backend) -> (Tensor, Tensor)",
-    "dense_attention_backward": "(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor? bounds, Tensor out, Tensor lse, float scale, str backend) -> (Tensor, Tensor, Tensor)",
-    "dense_indexer_kl_loss": f"({INDEXER}, Tensor q, Tensor kv, Tensor? bounds, float scale, str backend) -> Tensor",
-    "dense_indexer_kl_loss_backward": f"(Tensor d_loss, {INDEXER}, Tensor q, Tensor kv, Tensor? bounds, float scale, str backend) -> (Tensor, Tensor, Tensor)",
-    "fused_dense_kl_loss": f"({INDEXER}, Tensor q, Tensor k, Tensor? bounds, float scale, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    "fused_kl_loss": f"(Tensor q, Tensor kv, {INDEXER}, Tensor indices, Tensor lse, Tensor? bounds, float scale, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    "fused_kl_loss_backward": "(Tensor d_loss, Tensor dq, Tensor dk, Tensor dw) -> (Tensor, Tensor, Tensor)",
-    "grouped_matmul": "(Tensor x, Tensor weight, Tensor ends, str backend) -> Tensor",
-    "grouped_matmul_backward": "(Tensor d_y, Tensor x, Tensor weight, Tensor ends, str backend) -> (Tensor, Tensor)",
-    "hadamard": "(Tensor x, float scale, str backend) -> Tensor",
-    "indexer_kl_loss": f"({INDEXER}, Tensor indices, Tensor target, Tensor? scores, str backend) -> Tensor",
-    "indexer_kl_loss_backward": f"(Tensor d_loss, {INDEXER}, Tensor indices, Tensor target, str backend) -> (Tensor, Tensor, Tensor)",
-    "lightning_indexer": f"({INDEXER}, Tensor? bounds, SymInt topk, str backend) -> (Tensor, Tensor)",
-    "moe_permute": "(Tensor tokens, Tensor experts, Tensor? probs, SymInt num_experts, SymInt num_out_tokens, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    "moe_permute_backward": "(Tensor d_tokens, Tensor? d_probs, Tensor rows, str backend) -> (Tensor, Tensor)",
-    "moe_unpermute": "(Tensor x, Tensor rows, Tensor? probs, str backend) -> Tensor",
-    "moe_unpermute_backward": "(Tensor d_y, Tensor? x, Tensor rows, Tensor? probs, SymInt num_rows, str backend) -> (Tensor, Tensor)",
-    "rms_norm": "(Tensor x, Tensor? weight, float eps, str backend) -> (Tensor, Tensor)",
-    "rms_norm_backward": "(Tensor d_y, Tensor x, Tensor? weight, Tensor rstd, str backend) -> (Tensor, Tensor)",
-    "rotary_mul": "(Tensor x, Tensor cos, Tensor sin, bool interleaved, str backend) -> Tensor",
-    "rotary_mul_backward": "(Tensor d_y, Tensor cos, Tensor sin, bool interleaved, str backend) -> Tensor",
-    "sparse_attention": "(Tensor q, Tensor kv, Tensor indices, float scale, SymInt v_dim, str backend) -> (Tensor, Tensor)",
-    "sparse_attention_backward": "(Tensor d_out, Tensor? d_lse, Tensor q, Tensor kv, Tensor indices, Tensor out, Tensor lse, float scale, str backend) -> (Tensor, Tensor)",
-    "sparse_attention_with_target": "(Tensor q, Tensor kv, Tensor indices, float scale, SymInt v_dim, str backend) -> (Tensor, Tensor, Tensor)",
-    "swiglu": "(Tensor x, SymInt dim, str backend) -> Tensor",
-    "swiglu_backward": "(Tensor d_y, Tensor x, SymInt dim, str backend) -> Tensor",
-}  # fmt: skip
+# Arguments, tensors unless it says what else, and the number of outputs.
+_INDEXER = "q_index k_index weights"
+_SIGNATURES = {
+    "attention_target": ("q kv indices lse float:scale", 1),
+    "dense_attention": ("q k v bounds? float:scale", 2),
+    "dense_attention_backward": ("d_out d_lse? q k v bounds? out lse float:scale", 3),
+    "dense_indexer_kl_loss": (f"{_INDEXER} q kv bounds? float:scale", 1),
+    "dense_indexer_kl_loss_backward": (f"d_loss {_INDEXER} q kv bounds? float:scale", 3),
+    "fused_dense_kl_loss": (f"{_INDEXER} q k bounds? float:scale", 4),
+    "fused_kl_loss": (f"q kv {_INDEXER} indices lse bounds? float:scale", 4),
+    "fused_kl_loss_backward": ("d_loss dq dk dw", 3),
+    "grouped_matmul": ("x weight ends", 1),
+    "grouped_matmul_backward": ("d_y x weight ends", 2),
+    "hadamard": ("x float:scale", 1),
+    "indexer_kl_loss": (f"{_INDEXER} indices target scores?", 1),
+    "indexer_kl_loss_backward": (f"d_loss {_INDEXER} indices target", 3),
+    "lightning_indexer": (f"{_INDEXER} bounds? SymInt:topk", 2),
+    "moe_permute": ("tokens experts probs? SymInt:num_experts SymInt:num_out_tokens", 4),
+    "moe_permute_backward": ("d_tokens d_probs? rows", 2),
+    "moe_unpermute": ("x rows probs?", 1),
+    "moe_unpermute_backward": ("d_y x? rows probs? SymInt:num_rows", 2),
+    "rms_norm": ("x weight? float:eps", 2),
+    "rms_norm_backward": ("d_y x weight? rstd", 2),
+    "rotary_mul": ("x cos sin bool:interleaved", 1),
+    "rotary_mul_backward": ("d_y cos sin bool:interleaved", 1),
+    "sparse_attention": ("q kv indices float:scale SymInt:v_dim", 2),
+    "sparse_attention_backward": ("d_out d_lse? q kv indices out lse float:scale", 2),
+    "sparse_attention_with_target": ("q kv indices float:scale SymInt:v_dim", 3),
+    "swiglu": ("x SymInt:dim", 1),
+    "swiglu_backward": ("d_y x SymInt:dim", 1),
+}
+
+
+def _schema(name: str) -> str:
+    arguments, outputs = _SIGNATURES[name]
+    items = []
+    for item in arguments.split():
+        kind, _, argument = item.rpartition(":")
+        kind = kind or ("Tensor?" if item.endswith("?") else "Tensor")
+        items.append(f"{kind} {argument.rstrip('?')}")
+    if name != "fused_kl_loss_backward":
+        items.append("str backend")
+    returns = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
+    return f"({', '.join(items)}) -> {returns}"
+
+
+SCHEMAS = {name: _schema(name) for name in _SIGNATURES}
 
 
 # --- formulas, differentiable --------------------------------------------------------------------

@@ -167,7 +167,8 @@ def _block(rank):
 
     def step():
         a = distribute(x, one, (Shard(1),)).requires_grad_()
-        first, second = distribute(w, one, (Shard(1),)), distribute(w.T.contiguous(), one, (Shard(0),))
+        first = distribute(w, one, (Shard(1),))
+        second = distribute(w.T.contiguous(), one, (Shard(0),))
         whole = a.redistribute(placements=(R,))
         y = torch.matmul(torch.matmul(whole, first).relu(), second)
         out = y.redistribute(placements=(Shard(1),)) + a

@@ -162,7 +162,8 @@ def _dsa(rank, *along, **asked):
     # The gradient of a sum is whole, and each rank takes its own of it: that moves nothing.
     ours = [m for m in found if m.argument and m.bytes]
     ours = [m for m in ours if m.operator.startswith("npu_dsa") or m.operator == "redistribute"]
-    placements = {n: got[i].placements for i, n in enumerate(("out", "kl", "dq", "dkv", "dq_index", "dk_index"))}  # fmt: skip
+    names = ("out", "kl", "dq", "dkv", "dq_index", "dk_index")
+    placements = {n: y.placements for n, y in zip(names, got, strict=False)}
     return [(m.operator, m.argument, m.collective, m.phase) for m in ours], placements
 
 
@@ -242,8 +243,8 @@ def _tokens(rank, N, shape, along):
         return counts.cumsum(0)
 
     def train(place):
-        given = {n: place(n, x) for n, x in
-                 (("tokens", tokens), ("experts", experts), ("probs", probs), ("weight", weight))}  # fmt: skip
+        given = {"tokens": tokens, "experts": experts, "probs": probs, "weight": weight}
+        given = {n: place(n, x) for n, x in given.items()}
         leaves = [given[n].requires_grad_() for n in ("tokens", "probs", "weight")]
         y, counts = _moe(*given.values(), ends_of)
         y.backward(place("d_y", d_y))
@@ -299,9 +300,8 @@ def _experts(rank):
     d_y = torch.randn(2 * capacity, 3, dtype=torch.float64)
     op = torch.ops.npu_dsa.grouped_matmul.default
     halves = [
-        (x[r * capacity :][:capacity], weight[2 * r :][:2], counts[r].cumsum(0), d_y[r * capacity :][:capacity])
-        for r in range(2)
-    ]  # fmt: skip
+        (x.chunk(2)[r], weight.chunk(2)[r], counts[r].cumsum(0), d_y.chunk(2)[r]) for r in range(2)
+    ]
     expected = []
     for rows, w, ends, d in halves:
         rows, w = rows.clone().requires_grad_(), w.clone().requires_grad_()
@@ -325,7 +325,8 @@ def _experts(rank):
         # The same rows, and group sizes of all: which expert a row is for cannot be known.
         errors = []
         for wrong in ((S(0),), (R,), (R,)), ((S(0),), (S(0),), (R,)), ((R,), (S(0),), (R,)):
-            arguments = [distribute(t, line, p) for t, p in zip((x, weight, ends), wrong, strict=True)]
+            arguments = zip((x, weight, ends), wrong, strict=True)
+            arguments = [distribute(t, line, p) for t, p in arguments]
             try:
                 op(*arguments, "torch")
             except RuntimeError as error:

@@ -10,8 +10,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_example_prints_what_is_shown(tmp_path, ranks):
+def test_the_example_prints_what_is_shown(tmp_path):
     text = README.read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
@@ -21,7 +20,7 @@ def test_the_example_prints_what_is_shown(tmp_path, ranks):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     logs = ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
     result = subprocess.run(
-        [*launcher, "--nproc-per-node", str(ranks), *logs, str(tmp_path / "example.py")],
+        [*launcher, "--nproc-per-node", "2", *logs, str(tmp_path / "example.py")],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -30,7 +29,4 @@ def test_the_example_prints_what_is_shown(tmp_path, ranks):
     logs = list((tmp_path / "logs").rglob("stderr.log"))
     assert result.returncode == 0, [result.stderr, *(log.read_text() for log in logs)]
     for log in (tmp_path / "logs").rglob("stdout.log"):
-        if ranks == 2:
-            assert log.read_text() == shown
-        else:
-            assert log.read_text().count("operator") == 2
+        assert log.read_text() == shown

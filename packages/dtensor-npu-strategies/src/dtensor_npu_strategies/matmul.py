@@ -25,7 +25,8 @@ def _dims(a: Arguments) -> tuple[str, str, str, str]:
         if letter in x and letter in w:
             sizes = left[x.index(letter)], right[w.index(letter)]
             if sizes[0] != sizes[1]:
-                x, w = (d.replace(letter, "_") if n == 1 else d for d, n in zip((x, w), sizes))
+                x = x.replace(letter, "_") if sizes[0] == 1 else x
+                w = w.replace(letter, "_") if sizes[1] == 1 else w
     y = "".join(over) + x[-2:-1] + (w[-1:] if len(w) > 1 else "") or "."
     return x, w, y, "".join(over) + "".join(c for c in "mnk" if c in x + w)
 

@@ -135,9 +135,7 @@ def moe_permute(a: Arguments) -> Iterator[Rule]:
     yield linear(["tokens"], True, False, False, False)
 
 
-@operator(
-    "npu_dsa::moe_permute_backward", group="moe", pinned={"rows": 0}, why_pinned=WHY_ROWS
-)
+@operator("npu_dsa::moe_permute_backward", group="moe", pinned={"rows": 0}, why_pinned=WHY_ROWS)
 def moe_permute_backward(a: Arguments) -> Iterator[Rule]:
     yield from sharded(a, "d_tokens:MD d_probs:M rows:Nk -> ND =Nk", "D")
     probs = {} if a.d_probs is None else {"d_probs": ROWS}
@@ -250,9 +248,7 @@ def npu_moe_token_unpermute_grad_v2(a: Arguments) -> Iterator[Rule]:
     if _npu_even(a):
         given = {n: ROWS for n in ("probs", "permuted_tokens") if getattr(a, n) is not None}
         outputs = (ROWS, SAME if a.probs is None else ROWS)
-        yield Rule(
-            {"grad_unpermuted_tokens": ROWS, "sorted_indices": ROWS, **given}, outputs
-        )
+        yield Rule({"grad_unpermuted_tokens": ROWS, "sorted_indices": ROWS, **given}, outputs)
     yield linear(["grad_unpermuted_tokens"], True, a.probs is not None)
 
 

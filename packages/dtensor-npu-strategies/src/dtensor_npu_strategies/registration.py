@@ -1,10 +1,10 @@
-"""Strategies into DTensor and out again: all that touches torch's private API is in this file.
+"""Strategies into DTensor and out again, by torch's private tables: nothing else here uses them.
 
 `torch.distributed.tensor.experimental.register_sharding` is public, and not enough: what it enters
 cannot be taken out, it gives up an input's shards where a dimension is smaller than the ranks, it
 takes every operator with a list of tensors to return one tensor, and it trusts that tensors given
 by keyword, which DTensor never redistributes, are as the strategy wants them. The tables behind it
-are the same ones in torch 2.13 and 2.14.
+are the same ones in torch 2.13 and 2.14; tests fail when the public way becomes enough.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._ops import OpOverload
@@ -52,7 +52,10 @@ class Registration:
         self._mine: dict[tuple[str, OpOverload], Any] = {}
         self._before: dict[tuple[str, OpOverload], Any] = {}
         for name in operators:
-            self._enter(_overload(name), OPERATORS[name])
+            op = _overload(name)
+            if op is None:
+                raise RuntimeError(f"{name} was there, and is gone")
+            self._enter(op, OPERATORS[name])
         _active.append(self)
         _clear_caches()
 
@@ -166,7 +169,13 @@ def _overload(name: str) -> OpOverload | None:
 def _table(name: str) -> dict[OpOverload, Any]:
     dispatcher = DTensor._op_dispatcher
     owner = dispatcher if name == "_custom_op_handlers" else dispatcher.sharding_propagator
-    return getattr(owner, name)
+    table = getattr(owner, name, None)
+    if not isinstance(table, dict):
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps DTensor's strategies elsewhere (no {name}): this "
+            "version of dtensor-npu-strategies is for torch 2.13 and 2.14"
+        )
+    return table
 
 
 def _set(table: str, op: OpOverload, value: Any) -> None:
@@ -273,7 +282,7 @@ class _Call:
 
     def rows(self, rules: Sequence[Rule], dim: int) -> list[_Row]:
         """The rules with the kinds of shards and sums that the inputs have along a mesh dim."""
-        shards: dict[int | None, None] = {}
+        shards: dict[Any, None] = {}
         sums: dict[str, None] = {}
         for placement in self.given(dim):
             if isinstance(placement, _StridedShard):
@@ -327,7 +336,7 @@ class _Call:
             if _mixed(placements):
                 return None
             outputs.append(None if None in placements else DTensorSpec(self.mesh, placements))
-        if self.schema.is_inplace_op() and outputs[0].placements != inputs[0].placements:
+        if self.schema.is_inplace_op() and _moves_self(rows):
             return None
         outputs += [None] * self.not_tensors
         single = len(outputs) == 1 and not self.is_list
@@ -395,8 +404,13 @@ class _LocalValues:
         return OpSchema(schema.op, tuple(args), schema.kwargs_schema)
 
 
-def _is_shard(placement: Placement | None) -> bool:
+def _is_shard(placement: Placement | None) -> TypeGuard[Shard | _StridedShard]:
     return isinstance(placement, (Shard, _StridedShard))
+
+
+def _moves_self(rows: Iterable[_Row]) -> bool:
+    """Whether what is written to would have to change its placement."""
+    return any(row.inputs[0] != row.outputs[0] for row in rows)
 
 
 def _cuts(placement: Placement, dim: int | None) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._debug_mode import DebugMode
+from torch.utils._pytree import tree_leaves
 
 from dtensor_npu_strategies.rules import short
 
@@ -63,9 +64,7 @@ class Redistributions(list[Redistribution]):
     __repr__ = __str__
 
 
-def redistributions(
-    function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Redistributions:
+def redistributions(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Redistributions:
     """Call ``function(*args, **kwargs)`` and list what was redistributed while it ran.
 
     Listed is what happened on this rank, whoever asked for it: the program, or DTensor because an
@@ -111,7 +110,7 @@ class _Recorder(DebugMode):
         dst_placement: Any,
         transform_info_str: str | None = None,
         is_explicit: bool = False,
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Called by DTensor around an argument's redistribution, and once more inside of it."""
         if self._open is not None:
             yield
@@ -142,9 +141,7 @@ class _Recorder(DebugMode):
         phase = "forward" if torch._C._current_autograd_node() is None else "backward"
         collective = " + ".join(name for name, _ in moved) or NONE
         total = sum(size for _, size in moved)
-        self.found.append(
-            Redistribution(operator, argument, from_, to, collective, total, phase)
-        )
+        self.found.append(Redistribution(operator, argument, from_, to, collective, total, phase))
 
 
 def _placements(spec: Any) -> tuple[Placement, ...]:
@@ -155,14 +152,14 @@ def _names(op: Any, args: tuple[Any, ...]) -> list[str]:
     """Names of the arguments as DTensor numbers them: where there are lists of tensors, lists are
     flattened."""
     names = [argument.name for argument in op._schema.arguments]
-    lists = [isinstance(x, (list, tuple)) for x in args]
-    if not any(isinstance(y, torch.Tensor) for x, many in zip(args, lists, strict=True) if many for y in x):
+    lists = [x for x in args if isinstance(x, (list, tuple))]
+    if not any(isinstance(x, torch.Tensor) for items in lists for x in items):
         return names
-    return [
-        f"{name}[{i}]" if many else name
-        for name, x, many in zip(names, args, lists, strict=False)
-        for i in range(len(x) if many else 1)
-    ]
+    flat: list[str] = []
+    for name, x in zip(names, args, strict=False):
+        many = isinstance(x, (list, tuple))
+        flat += [f"{name}[{i}]" for i in range(len(x))] if many else [name]
+    return flat
 
 
 def _text(value: Any) -> str:
@@ -191,20 +188,17 @@ def _collective(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, in
     namespace, _, name = func.name().partition("::")
     if namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
         return None
-    for kind, (factor, words) in _KINDS.items():
-        if any(word in name for word in words):
-            break
-    else:
+    kind = next((k for k, (_, words) in _KINDS.items() if any(w in name for w in words)), None)
+    if kind is None:
         return None
-    flat = torch.utils._pytree.tree_leaves([args, kwargs])
+    flat = tree_leaves([args, kwargs])
     group = _group(flat)
     n = dist.get_world_size(group) if group is not None else 1
     sizes = [
-        sum(x.numel() * x.element_size() for x in torch.utils._pytree.tree_leaves(tree)
-            if isinstance(x, torch.Tensor))
+        sum(x.numel() * x.element_size() for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
         for tree in (flat, result)
     ]  # fmt: skip
-    return kind, factor * max(sizes) * (n - 1) // n
+    return kind, _KINDS[kind][0] * max(sizes) * (n - 1) // n
 
 
 def _group(flat: list[Any]) -> Any:
@@ -212,7 +206,7 @@ def _group(flat: list[Any]) -> Any:
     for value in reversed(flat):
         if isinstance(value, str):
             try:
-                return _resolve_process_group(value)
+                return _resolve_process_group(cast(Any, value))
             except (RuntimeError, ValueError, TypeError):
                 continue
         if isinstance(value, dist.ProcessGroup):

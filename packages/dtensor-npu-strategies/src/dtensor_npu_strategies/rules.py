@@ -30,13 +30,18 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         return self._values[name]
 
-    def ndim(self, name: str) -> int | None:
-        """Dimensions of a tensor, or of the tensors of a list; None where there is none."""
+    def ndim(self, name: str) -> int:
+        """Dimensions of a tensor, or of the tensors of a list; -1 where they differ or are none."""
         value = self._values.get(name)
-        if isinstance(value, (list, tuple)) and value and hasattr(value[0], "shape"):
-            sizes = {len(x.shape) for x in value}
-            return sizes.pop() if len(sizes) == 1 else -1
-        return len(value.shape) if hasattr(value, "shape") else None
+        tensors = value if isinstance(value, (list, tuple)) else [value]
+        sizes = {len(x.shape) if hasattr(x, "shape") else -1 for x in tensors}
+        return sizes.pop() if len(sizes) == 1 else -1
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor, or a list of them."""
+        value = self._values.get(name)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        return hasattr(value, "shape")
 
 
 Rules = Callable[[Arguments], Iterable[Rule]]
@@ -82,17 +87,17 @@ def sharded(a: Arguments, pattern: str, over: str) -> Iterator[Rule]:
     ``sharded(a, "q:BSHD kv:BTD -> BSHV BSH", over="BSH")`` has one rule for each of B, S and H:
     tensors that have the dimension are sharded along it; inputs without it are replicated, and
     outputs without it are sums over the ranks. A dimension ``_`` is never sharded, and ``.`` is an
-    output of no dimensions. An output ``=BSK`` does not depend on dimensions that it lacks, and is replicated. Arguments that are None
-    are passed over. There are no rules if a tensor has another number of dimensions.
+    output of no dimensions. An output ``=BSK`` does not depend on dimensions that it lacks, and is
+    replicated. Arguments that are None are passed over. There are no rules if a tensor has another
+    number of dimensions.
     """
     left, right = pattern.split("->")
     inputs = {}
     for item in left.split():
         name, dims = item.split(":")
-        ndim = a.ndim(name)
-        if ndim is None:
+        if not a.has(name):
             continue
-        if ndim != len(dims):
+        if a.ndim(name) != len(dims):
             return
         inputs[name] = dims
     for label in over:
