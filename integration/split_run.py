@@ -93,6 +93,7 @@ def train(trainer, steps: int) -> dict:
             "loss": loss,
             "grad_norm": grad_norm,
             "indexer_losses": extra_metrics.get("indexer_loss_layers"),
+            "topk_recalls": extra_metrics.get("topk_recall_layers"),
         }
 
     trainer.optimizers.register_step_pre_hook(keep_gradients)

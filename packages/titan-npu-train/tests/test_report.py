@@ -216,7 +216,7 @@ def by_definition(model, layer: int, batch) -> dict[str, float]:
 
 def test_figures_agree_with_their_definition(model, batch, monkeypatch):
     # several blocks of queries
-    monkeypatch.setattr("titan_npu_train.report.evaluate._BLOCK_SCORES", 2 * 3 * 40 * 7)
+    monkeypatch.setattr("titan_npu_train.recall._BLOCK_SCORES", 2 * 3 * 40 * 7)
     evaluation = evaluate_model(model, [batch], seeds=(0,))
     assert [f.layer for f in evaluation.layers] == [0, 1]
     assert (evaluation.queries, evaluation.rows, evaluation.topk) == (74, 2, TOPK)

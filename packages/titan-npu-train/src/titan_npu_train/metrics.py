@@ -23,11 +23,13 @@ class MetricsProcessor(TitanMetricsProcessor):
     """Writes ``<dump_folder>/metrics.jsonl`` on rank 0, besides what torchtitan writes.
 
     One object a logged step: step, loss, indexer_loss (mean over layers, nats a token),
-    indexer_loss_layers, grad_norm (before clipping), lr, tokens_per_second (whole job),
-    tokens_per_second_per_device, tflops (model TFLOP/s a device), mfu (0 to 1; null where the
-    device's peak is unknown), step_seconds, data_seconds (waiting for data, a step),
-    peak_memory_bytes (rank 0, since the last line), tokens_seen. A resumed run appends: the last
-    line of a step is the valid one.
+    indexer_loss_layers, topk_recall (in the dense warm-up stage: the share, 0 to 1, of the keys
+    attention looks at most that the indexers choose, mean over layers; null where no query sees
+    more keys than they choose), topk_recall_layers, grad_norm (before clipping), lr,
+    tokens_per_second (whole job), tokens_per_second_per_device, tflops (model TFLOP/s a device),
+    mfu (0 to 1; null where the device's peak is unknown), step_seconds, data_seconds (waiting for
+    data, a step), peak_memory_bytes (rank 0, since the last line), tokens_seen. A resumed run
+    appends: the last line of a step is the valid one.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -65,11 +67,13 @@ class MetricsProcessor(TitanMetricsProcessor):
         mfu = flops / self.gpu_peak_flops
         peak_memory = platform.current().peak_memory_bytes()
         indexer_layers = extra.pop("indexer_loss_layers", None)
+        recall_layers = extra.pop("topk_recall_layers", None)
         lrs = {name: value for name, value in extra.items() if name.startswith("lr")}
         record = {
             "step": step,
             "loss": global_avg_loss,
             "indexer_loss": extra.pop("indexer_loss", None),
+            "topk_recall": extra.pop("topk_recall", None),
             "grad_norm": grad_norm,
             "lr": next(iter(lrs.values()), None),
             "tokens_per_second": rate * torch.distributed.get_world_size(),
@@ -81,6 +85,7 @@ class MetricsProcessor(TitanMetricsProcessor):
             "peak_memory_bytes": peak_memory,
             "tokens_seen": extra.get("n_tokens_seen"),
             "indexer_loss_layers": indexer_layers,
+            "topk_recall_layers": recall_layers,
         }
         self._write(record)
         self._log_scalars(record, global_max_loss, extra)
@@ -122,16 +127,23 @@ class MetricsProcessor(TitanMetricsProcessor):
             scalars["indexer_loss/mean"] = record["indexer_loss"]
             for layer, value in enumerate(record["indexer_loss_layers"]):
                 scalars[f"indexer_loss/layer_{layer}"] = value
+        if record["topk_recall"] is not None:
+            scalars["topk_recall/mean"] = record["topk_recall"]
+            for layer, value in enumerate(record["topk_recall_layers"]):
+                if value is not None:
+                    scalars[f"topk_recall/layer_{layer}"] = value
         self.logger.log(scalars, record["step"])
 
     def _print(self, record: dict[str, Any]) -> None:
         c = self.color
         indexer = record["indexer_loss"]
+        recall = record["topk_recall"]
         mfu = record["mfu"]
         logger.info(
             f"{c.red}step: {record['step']:2}  "
             f"{c.green}loss: {record['loss']:8.5f}  "
             f"{c.yellow}indexer_loss: {'off' if indexer is None else f'{indexer:8.5f}'}  "
+            f"{'' if recall is None else f'topk_recall: {recall:6.4f}  '}"
             f"{c.orange}grad_norm: {record['grad_norm']:7.4f}  "
             f"{c.turquoise}memory: {record['peak_memory_bytes'] / 2**30:5.2f}GiB  "
             f"{c.blue}tps: {record['tokens_per_second']:,.0f}  "

@@ -138,6 +138,7 @@ def step_line(
     for key, label, form in (
         ("loss", "loss", "7.4f"),
         ("indexer_loss", "indexer", "7.4f"),
+        ("topk_recall", "recall", "5.3f"),
         ("grad_norm", "grad", "6.2f"),
     ):
         if record.get(key) is not None:

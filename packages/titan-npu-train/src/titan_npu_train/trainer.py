@@ -20,6 +20,7 @@ from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
 from titan_npu_train.deepseek_v32.model import SPLIT_BACKWARD_SCHEDULES, DeepSeekV32Model
 from titan_npu_train.deepseek_v32.mtp import shifted_labels, shifted_tokens
 from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, DSAOptions
+from titan_npu_train.deepseek_v32.warmup import groups_of_indexers
 from titan_npu_train.gradients import clip_grad_norm
 from titan_npu_train.metrics import MetricsProcessor
 
@@ -57,6 +58,12 @@ class Trainer(TitanTrainer):
             # the gradients of the last norm.
             logger.info(f"{parallelism.pipeline_parallel_schedule}: the loss is not chunked")
             config = replace(config, loss=config.loss.loss_fn)
+        if config.dsa.stage == DENSE_WARMUP and config.model_spec is not None:
+            model = config.model_spec.model
+            if not isinstance(model, DeepSeekV32Model.Config):
+                raise ValueError("dsa.stage 'dense_warmup' needs a model with indexers")
+            groups = groups_of_indexers(config.optimizer.param_groups, model)
+            config = replace(config, optimizer=replace(config.optimizer, param_groups=groups))
         super().__init__(config)
 
     @property

@@ -162,13 +162,19 @@ def is_resumable(metadata: Metadata) -> bool:
 
 
 def write_manifest(
-    path: Path, *, step: int, resumable: bool, files: Mapping[str, FileRecord]
+    path: Path,
+    *,
+    step: int,
+    resumable: bool,
+    files: Mapping[str, FileRecord],
+    stage: str | None = None,
 ) -> None:
     """Write ``manifest.json`` into ``path`` and sync it and the directory."""
     content = {
         "format": MANIFEST_FORMAT,
         "step": step,
         "resumable": resumable,
+        "stage": stage,
         "files": {
             name: {"bytes": record.bytes, "xxh3_128": record.checksum}
             for name, record in sorted(files.items())
@@ -182,7 +188,7 @@ def write_manifest(
     sync_folder(path)
 
 
-def _read_manifest(path: Path) -> tuple[dict[str, FileRecord], bool]:
+def _read_manifest(path: Path) -> tuple[dict[str, FileRecord], bool, str | None]:
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         intact = content.pop("xxh3_128") == _seal(content)
@@ -199,7 +205,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, FileRecord], bool]:
         name: FileRecord(entry["bytes"], entry["xxh3_128"])
         for name, entry in content["files"].items()
     }
-    return files, content["resumable"]
+    return files, content["resumable"], content.get("stage")
 
 
 # ------------------------------------------------------------------------------- checkpoints
@@ -237,11 +243,13 @@ class Checkpoint:
         files: what its manifest records; empty for a checkpoint of stock torchtitan, which has
             no manifest and thus no checksums.
         resumable: whether it holds the whole training state, or the model alone.
+        stage: of training that wrote it; None where it does not say.
     """
 
     path: Path
     files: Mapping[str, FileRecord]
     resumable: bool
+    stage: str | None = None
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
@@ -254,12 +262,12 @@ class Checkpoint:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such directory")
         if (path / MANIFEST).is_file():
-            files, resumable = _read_manifest(path)
+            files, resumable, stage = _read_manifest(path)
             for name, record in files.items():
                 _require_size(path, name, record.bytes, exact=True)
             if checksum_file(path / METADATA) != files[METADATA]:  # small, and read by everyone
                 raise CheckpointError(f"{path}: checksum mismatch in {METADATA}")
-            return cls(path, files, resumable)
+            return cls(path, files, resumable, stage)
         if not (path / METADATA).is_file():
             raise CheckpointError(f"{path}: {METADATA} is missing, it was never finished")
         metadata = _read_metadata(path)

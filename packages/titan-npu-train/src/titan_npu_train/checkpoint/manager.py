@@ -27,6 +27,7 @@ from titan_npu_train.checkpoint.folder import Checkpoint
 from titan_npu_train.checkpoint.hugging_face import load_hugging_face
 from titan_npu_train.checkpoint.planner import MatchingLoadPlanner
 from titan_npu_train.checkpoint.rng import RNG, RngState
+from titan_npu_train.checkpoint.stage import stage_problem, training_stage
 from titan_npu_train.checkpoint.writer import CommittingWriter
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class VerifiedCheckpointManager(CheckpointManager):
     - If checkpoints exist and none is usable, training does not start over by itself.
     - Old checkpoints are deleted only after a newer one is complete.
     - Random generator states are saved; shapes are compared before anything is overwritten.
+    - A run is resumed in the stage of training that it was in (``dsa.stage``), or not at all.
 
     A checkpoint written by stock torchtitan has no manifest: it is accepted once all the files
     its ``.metadata`` refers to are found with their full length, and the log says so.
@@ -83,6 +85,7 @@ class VerifiedCheckpointManager(CheckpointManager):
             return
         self.verify_checksums = config.verify_checksums
         self.allow_fresh_start = config.allow_fresh_start
+        self.stage = training_stage(self.states[MODEL].model[0])
         self.states[RNG] = RngState(self.states[MODEL].model)
         if self.pg is None and dist.is_initialized():
             # also for synchronous saves: the training group has a short timeout, and its backend
@@ -161,7 +164,9 @@ class VerifiedCheckpointManager(CheckpointManager):
             if to_hf:
                 self._save_hf(state_dict, incomplete, final)
             else:
-                writer = CommittingWriter(incomplete, final, step=step, run=self._run)
+                writer = CommittingWriter(
+                    incomplete, final, step=step, run=self._run, stage=self.stage
+                )
                 result = self._save_dcp(state_dict, writer, async_mode)
         except (Exception, CheckpointException) as error:
             raise self._save_error(error, incomplete, final) from None
@@ -404,6 +409,10 @@ class VerifiedCheckpointManager(CheckpointManager):
             self._checked = path
         return finding
 
+    def _refuse_other_stage(self, path: Path) -> None:
+        if problem := stage_problem(Checkpoint.open(path), self.stage):
+            raise CheckpointError(problem)
+
     def _is_run_folder(self, path: Path) -> bool:
         return path.parent == Path(self.folder)
 
@@ -449,10 +458,11 @@ class VerifiedCheckpointManager(CheckpointManager):
             problem := self._problem(Path(checkpoint_id))
         ):
             raise CheckpointError(f"{problem}. Refusing to load it.")
+        resumes = any(name in state_dict for name in self.states)
+        if resumes and not filesystem.is_remote(checkpoint_id):
+            self._decide(lambda: self._refuse_other_stage(Path(checkpoint_id)))
         planner = MatchingLoadPlanner(
-            checkpoint_id,
-            [name for name in self.states if name != MODEL],
-            strict=any(name in state_dict for name in self.states),
+            checkpoint_id, [name for name in self.states if name != MODEL], strict=resumes
         )
         try:
             dcp.load(

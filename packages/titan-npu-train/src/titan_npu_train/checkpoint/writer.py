@@ -104,14 +104,18 @@ class CommittingWriter(FileSystemWriter):
         final: the checkpoint's name.
         step: training step, recorded in the manifest.
         run: token that tells this run's leftovers from another's.
+        stage: of training, recorded in the manifest.
     """
 
-    def __init__(self, incomplete: Path, final: Path, *, step: int, run: str) -> None:
+    def __init__(
+        self, incomplete: Path, final: Path, *, step: int, run: str, stage: str | None = None
+    ) -> None:
         super().__init__(incomplete)
         self.fs = self._checksums = ChecksumFileSystem()
         self.final = final
         self.step = step
         self.run = run
+        self.stage = stage
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self.final), save_id=self.save_id)
@@ -154,6 +158,10 @@ class CommittingWriter(FileSystemWriter):
                 )
         files[METADATA] = folder.checksum_file(incomplete / METADATA)
         folder.write_manifest(
-            incomplete, step=self.step, resumable=folder.is_resumable(metadata), files=files
+            incomplete,
+            step=self.step,
+            resumable=folder.is_resumable(metadata),
+            files=files,
+            stage=self.stage,
         )
         folder.publish(incomplete, self.final, self.run)

@@ -1,8 +1,8 @@
 """Multi-head latent attention over the keys the lightning indexer selects.
 
-Shape letters: B batch, S sequence (this rank's part of it), T keys (of the whole sequence), Q queries
-whose index is this tensor-parallel rank's work, D model dim, H heads (this rank's), R query latent,
-L key/value latent, N no-position head dim, P rotary head dim, X = N + P, V value head dim,
+Shape letters: B batch, S sequence (this rank's part of it), T keys (of the whole sequence), Q
+queries whose index is this tensor-parallel rank's work, D model dim, H heads (this rank's), R query
+latent, L key/value latent, N no-position head dim, P rotary head dim, X = N + P, V value head dim,
 A = L + P, K selected keys, I index heads, C index head dim.
 """
 
@@ -15,17 +15,24 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.model import Attention as TitanMLA
 from torchtitan.protocols.module import Module
 
-from npu_dsa_kernels import QuerySplit, dsa_attention, indexer_kl_loss, lightning_indexer
+from npu_dsa_kernels import (
+    QuerySplit,
+    dense_attention,
+    dense_indexer_kl_loss,
+    dsa_attention,
+    indexer_kl_loss,
+    lightning_indexer,
+)
 from npu_dsa_kernels.backends import resolve
 from titan_custom_cp import DSAContextParallelContext, current_context
 from titan_npu_train.deepseek_v32.indexer import Indexer
 from titan_npu_train.deepseek_v32.indexer_loss import (
     DSAMasks,
-    IndexerLossMeter,
+    StepSum,
     attach_indexer_loss,
 )
 from titan_npu_train.deepseek_v32.local_region import LocalRegion, untyped
-from titan_npu_train.deepseek_v32.options import DSAOptions
+from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, DSAOptions
 from titan_npu_train.deepseek_v32.sharding import (
     HEAD_WEIGHT,
     HEAD_WEIGHT_GRADIENT,
@@ -33,8 +40,16 @@ from titan_npu_train.deepseek_v32.sharding import (
     WHOLE,
     WHOLE_PENDING,
 )
+from titan_npu_train.recall import found_keys, sampled_queries
 
-__all__ = ["DSA", "Attention", "EagerDSA", "attention_modules", "inner_attention_config"]
+__all__ = [
+    "DSA",
+    "Attention",
+    "DenseAttention",
+    "EagerDSA",
+    "attention_modules",
+    "inner_attention_config",
+]
 
 
 class InnerAttention(Module):
@@ -175,6 +190,86 @@ class EagerDSA(InnerAttention):
         return out_BSHV, kl_BQ.sum()
 
 
+class DenseAttention(InnerAttention):
+    """Per-head keys and values, every visible key: attention of the dense warm-up stage.
+
+    The indexer's loss compares it with the same attention, over every visible key too. On logged
+    steps ``found_keys`` sums :func:`titan_npu_train.recall.found_keys` over a sample of queries.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        backend: str | None = None
+        """Backend of npu_dsa_kernels; None takes the best for the device."""
+        kl_backend: str | None = None
+        """Backend of the indexer's loss; None takes that of the attention."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.backend = config.backend
+        self.kl_backend = config.kl_backend or config.backend
+        self.found_keys = StepSum()
+
+    def forward(
+        self,
+        q_BSHX: torch.Tensor,
+        k_BTHX: torch.Tensor,
+        v_BTHV: torch.Tensor,
+        q_index_BQIC: torch.Tensor,
+        k_index_BTC: torch.Tensor,
+        weights_BQI: torch.Tensor,
+        *,
+        topk: int,
+        scale: float,
+        masks: DSAMasks,
+        absorbed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns ``out_BSHV`` and the sum of the KL (None without ``masks.kl_mask_BS``).
+
+        ``absorbed`` is the same attention over the latent, ``q_BSHA`` and ``kv_BTA``. Where heads
+        are split over ranks the loss, which needs all heads of a query, takes that one: queries
+        are exchanged, and keys are on every rank already.
+        """
+        kl = None
+        if masks.kl_mask_BS is not None:
+            # Before the attention: what recomputes a checkpointed block can end with the loss.
+            bounds_BQ2, counts_BQ = masks.bounds_BS2, masks.kl_mask_BS
+            q, keys = q_BSHX, k_BTHX
+            if (split := self.query_split) is not None:
+                assert absorbed is not None
+                q, keys = split.rows_of_all_heads(absorbed[0]), absorbed[1]
+                bounds_BQ2, counts_BQ = split.take(bounds_BQ2), split.take(counts_BQ)
+            if resolve(self.kl_backend, q.device) == "npu":
+                # torch_npu's operators take one dtype.
+                weights_BQI = weights_BQI.to(q_index_BQIC.dtype)
+            kl = dense_indexer_kl_loss(
+                q_index_BQIC,
+                k_index_BTC,
+                weights_BQI,
+                q,
+                keys,
+                scale=scale,
+                # Queries that do not count see nothing.
+                bounds=bounds_BQ2.masked_fill(~counts_BQ.unsqueeze(-1), 0),
+                reduction="sum",
+                backend=self.kl_backend,
+            )
+            if masks.measures_recall:
+                rows = sampled_queries(bounds_BQ2, keys.size(1))
+                found = found_keys(
+                    *(q[:, rows], keys, q_index_BQIC[:, rows], k_index_BTC, weights_BQI[:, rows]),
+                    bounds_BQ2=bounds_BQ2[:, rows],
+                    counts_BQ=counts_BQ[:, rows],
+                    topk=topk,
+                    scale=scale,
+                )
+                self.found_keys.record(masks.microbatch, found)
+        out_BSHV, _ = dense_attention(
+            q_BSHX, k_BTHX, v_BTHV, scale=scale, bounds=masks.bounds_BS2, backend=self.backend
+        )
+        return out_BSHV, kl
+
+
 def inner_attention_config(
     form: str, *, kv_lora_rank: int, backend: str | None = None, kl_backend: str | None = None
 ) -> DSA.Config | EagerDSA.Config:
@@ -217,6 +312,14 @@ class Attention(TitanMLA):
             """Change what ``options`` name, in place."""
             if options.topk is not None:
                 self.indexer.topk = options.topk
+            if options.stage == DENSE_WARMUP:
+                inner = self.inner_attention
+                own = inner.backend if isinstance(inner, DSA.Config) else None
+                self.form = "unabsorbed"
+                self.inner_attention = DenseAttention.Config(
+                    backend=options.backend or own, kl_backend=options.kl_backend
+                )
+                return
             if options.form is not None and options.form != self.form:
                 self.form = options.form
                 self.inner_attention = inner_attention_config(
@@ -241,7 +344,10 @@ class Attention(TitanMLA):
         super().__init__(config)
         self.form = config.form
         self.indexer = config.indexer.build()
-        self.indexer_loss_meter = IndexerLossMeter()
+        self.indexer_loss_meter = StepSum()
+        self.dense = isinstance(config.inner_attention, DenseAttention.Config)
+        """Whether it attends to every visible key: the dense warm-up stage, of frozen weights."""
+        self._loss: torch.Tensor | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         super().parallelize(parallel_dims)
@@ -275,6 +381,9 @@ class Attention(TitanMLA):
         if self._context_parallel:
             kv_BSA, k_index_BSC = _open_context().gather_keys(kv_BSA, k_index_BSC)
         key_value = (kv_BSA,) if self.form == "absorbed" else self._expand(kv_BSA)
+        absorbed = {}
+        if self.dense and trains_indexer and self.inner_attention.query_split is not None:
+            absorbed["absorbed"] = (self._absorb(q_BSHX), kv_BSA)
         out_BSHX, kl = self.inner_attention(
             q_BSHX,
             *key_value,
@@ -284,13 +393,22 @@ class Attention(TitanMLA):
             topk=self.indexer.topk,
             scale=self.softmax_scale,
             masks=masks,
+            **absorbed,
         )
         out_BSY = self.epilog(out_BSHX)
         if trains_indexer:
             loss = kl * masks.kl_scale
             self.indexer_loss_meter.record(masks.microbatch, loss.detach())
-            out_BSY = attach_indexer_loss(out_BSY, loss)
+            if self.dense:
+                self._loss = loss
+            else:
+                out_BSY = attach_indexer_loss(out_BSY, loss)
         return self._leave(out_BSY, HEADS)
+
+    def take_loss(self) -> torch.Tensor | None:
+        """In the dense warm-up stage, the last forward's indexer loss, for the block to attach."""
+        loss, self._loss = self._loss, None
+        return loss
 
     def prolog(self, x: torch.Tensor, positions_BS: torch.Tensor, trains_indexer: bool):
         """Everything before the attention: its query, its keys and the index, all local."""
@@ -315,6 +433,15 @@ class Attention(TitanMLA):
         q_BSHX = torch.cat([q_nope_BSHN, q_rope_BSHP], dim=-1)
         kv_BSA = torch.cat([latent_BSL, k_rope_BS1P.squeeze(2)], dim=-1)
         return q_BSHX, kv_BSA, index
+
+    def _absorb(self, q_BSHX: torch.Tensor) -> torch.Tensor:
+        """The queries that meet the latent as these meet the keys of each head."""
+        q_nope_BSHN, q_rope_BSHP = q_BSHX.split(
+            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
+        )
+        w_uk_HNL, _ = self._up_projections()
+        q_latent_BSHL = torch.einsum("bshn,hnl->bshl", q_nope_BSHN, w_uk_HNL)
+        return torch.cat([q_latent_BSHL, q_rope_BSHP], dim=-1)
 
     def _expand(self, kv_BTA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of each head."""

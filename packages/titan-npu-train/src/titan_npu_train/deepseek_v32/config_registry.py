@@ -19,6 +19,7 @@ from titan_npu_train.checkpoint import VerifiedCheckpointManager
 from titan_npu_train.data import PackedTextDataLoader
 from titan_npu_train.deepseek_v32 import DeepSeekV32Model, model_registry
 from titan_npu_train.deepseek_v32.mtp import MTPLoss
+from titan_npu_train.deepseek_v32.options import DENSE_WARMUP
 from titan_npu_train.metrics import MetricsProcessor
 from titan_npu_train.trainer import Trainer
 
@@ -32,6 +33,7 @@ __all__ = [
     "deepseek_v32_671b_32k_128die_pp2",
     "deepseek_v32_debugmodel",
     "deepseek_v32_debugmodel_mtp",
+    "deepseek_v32_debugmodel_warmup",
 ]
 
 
@@ -78,6 +80,15 @@ def deepseek_v32_debugmodel() -> Trainer.Config:
 def deepseek_v32_debugmodel_mtp() -> Trainer.Config:
     """The debugmodel with one multi-token-prediction layer."""
     return _debugmodel(n_mtp_layers=1)
+
+
+def deepseek_v32_debugmodel_warmup() -> Trainer.Config:
+    """The debugmodel's dense warm-up stage: its indexers alone, at the published rate."""
+    config = _debugmodel()
+    config.dsa.stage = DENSE_WARMUP
+    config.optimizer = default_adamw(lr=1e-3, weight_decay=0.0)
+    config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
+    return config
 
 
 def _debugmodel(n_mtp_layers: int | None = None) -> Trainer.Config:
@@ -178,7 +189,7 @@ def deepseek_v32_671b_4k_128die() -> Trainer.Config:
 
 
 def deepseek_v32_671b_32k_128die() -> Trainer.Config:
-    """671B at 32K on 128 dies: FSDP4 TP4 CP8 EP64, without MTP (it does not run under CP yet)."""
+    """671B at 32K on 128 dies: FSDP4 TP4 CP8 EP64."""
     return _671b(
         ParallelismConfig(
             data_parallel_shard_degree=4,
@@ -188,12 +199,14 @@ def deepseek_v32_671b_32k_128die() -> Trainer.Config:
             fsdp_reshard_after_forward="always",
         ),
         seq_len=32768,
-        n_mtp_layers=0,
     )
 
 
 def deepseek_v32_671b_32k_128die_pp2() -> Trainer.Config:
-    """671B at 32K on 128 dies as published: PP2 (Interleaved1F1B) TP4 CP16 EP64, without MTP."""
+    """671B at 32K on 128 dies as published: PP2 (Interleaved1F1B) TP4 CP16 EP64.
+
+    Without MTP, which does not run in a pipeline.
+    """
     return _671b(
         ParallelismConfig(
             data_parallel_shard_degree=1,

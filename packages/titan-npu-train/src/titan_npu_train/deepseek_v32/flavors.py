@@ -11,11 +11,11 @@ from torchtitan.models.common.config_utils import make_ffn_config
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import depth_scaled_std
 from torchtitan.models.common.rope import CosSinRoPE
-from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
 
 from titan_npu_train.deepseek_v32.attention import Attention, inner_attention_config
+from titan_npu_train.deepseek_v32.blocks import MTPBlock, TransformerBlock
 from titan_npu_train.deepseek_v32.indexer import Indexer
-from titan_npu_train.deepseek_v32.model import DeepSeekV32Model, MTPBlock
+from titan_npu_train.deepseek_v32.model import DeepSeekV32Model
 from titan_npu_train.deepseek_v32.modules import Float32LayerNorm, Float32Linear, GroupedExperts
 from titan_npu_train.deepseek_v32.moe import MoE
 from titan_npu_train.expert_dispatch import ExpertDispatcher
@@ -130,7 +130,7 @@ def model_config(
         dsa_backend: backend of npu_dsa_kernels; None takes the best for the device.
     """
     layers = [
-        DeepSeekV3TransformerBlock.Config(**_block(flavor, i, form, dsa_backend))
+        TransformerBlock.Config(**_block(flavor, i, form, dsa_backend))
         for i in range(flavor.n_layers)
     ]
     mtp_layers = [

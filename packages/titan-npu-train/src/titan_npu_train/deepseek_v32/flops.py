@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from titan_npu_train.deepseek_v32.attention import Attention
+from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, SPARSE
 
 __all__ = ["TrainingFlops", "mean_selected_keys", "mean_visible_keys", "training_flops"]
 
@@ -25,6 +26,9 @@ class TrainingFlops:
             computes weight gradients only: 4 FLOPs a parameter, not 6.
         attention: scores and weighted values over the selected keys.
         indexer_scores: scores over every visible key; backward over the selected keys.
+
+    In the dense warm-up stage the backbone runs forward only, attention and both directions of the
+    indexer's scores cover every visible key, and the loss has its target from the attention.
     """
 
     linear: float
@@ -50,6 +54,8 @@ def mean_selected_keys(seq_len: int, topk: int) -> float:
 
 def training_flops(config: DeepSeekV3Model.Config, seq_len: int) -> TrainingFlops:
     """FLOPs of one token of ``config`` trained at ``seq_len``, the MTP layers included."""
+    warms_up = getattr(config, "stage", SPARSE) == DENSE_WARMUP
+    passes = 1 if warms_up else 3
     linear = _size(config.lm_head) * (1 + len(config.mtp_layers))
     indexer_linear = attention = scores = 0.0
     linear += sum(_size(layer.eh_proj) for layer in config.mtp_layers)
@@ -61,15 +67,16 @@ def training_flops(config: DeepSeekV3Model.Config, seq_len: int) -> TrainingFlop
         index = attn.indexer
         indexer_linear += sum(_size(w) for w in (index.wq_b, index.wk, index.weights_proj))
 
-        selected = mean_selected_keys(seq_len, index.topk)
+        visible = mean_visible_keys(seq_len)
+        selected = visible if warms_up else mean_selected_keys(seq_len, index.topk)
         if attn.form == "absorbed":
             widths = (attn.kv_lora_rank + attn.qk_rope_head_dim) + attn.kv_lora_rank
         else:
             widths = attn.qk_nope_head_dim + attn.qk_rope_head_dim + attn.v_head_dim
-        attention += 3 * 2 * selected * attn.n_heads * widths
+        attention += passes * 2 * selected * attn.n_heads * widths
         width = 2 * index.n_heads * index.head_dim
-        scores += width * (mean_visible_keys(seq_len) + 2 * selected)
-    return TrainingFlops(6 * linear, 4 * indexer_linear, attention, scores)
+        scores += width * (visible + 2 * selected)
+    return TrainingFlops(passes * 2 * linear, 4 * indexer_linear, attention, scores)
 
 
 def _size(linear) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from npu_dsa_kernels import causal_bounds
 
-__all__ = ["DSAMasks", "IndexerLossMeter", "attach_indexer_loss"]
+__all__ = ["DSAMasks", "StepSum", "attach_indexer_loss"]
 
 _microbatches = itertools.count()
 
@@ -32,6 +32,7 @@ class DSAMasks(NamedTuple):
         kl_mask_BS: bool, the tokens that count in the indexer loss; None trains no indexer.
         kl_scale: fp32 scalar, the factor of their sum.
         microbatch: a number no other microbatch has.
+        measures_recall: whether the dense warm-up stage also measures recall.
     """
 
     positions_BS: torch.Tensor
@@ -39,6 +40,7 @@ class DSAMasks(NamedTuple):
     kl_mask_BS: torch.Tensor | None = None
     kl_scale: torch.Tensor | None = None
     microbatch: int = -1
+    measures_recall: bool = False
 
     @classmethod
     def from_positions(
@@ -74,8 +76,8 @@ class DSAMasks(NamedTuple):
         return self._replace(kl_mask_BS=self.kl_mask_BS & counts_BS.bool())
 
 
-class IndexerLossMeter:
-    """Sums one layer's indexer loss over the microbatches of a step.
+class StepSum:
+    """Sums a figure of one layer, e.g. its indexer loss, over the microbatches of a step.
 
     A microbatch may run several times: recomputed under activation checkpointing, in two passes of
     a backward that a pipeline splits, or once more where a pipeline first finds out the shapes
@@ -89,9 +91,9 @@ class IndexerLossMeter:
         self._values[microbatch] = value
 
     def take(self) -> torch.Tensor | None:
-        """The sum since the last call (fp32 scalar), or None when nothing was recorded."""
+        """The sum since the last call, of a value's shape; None when nothing was recorded."""
         values, self._values = self._values, {}
-        return torch.stack(list(values.values())).sum() if values else None
+        return torch.stack(list(values.values())).sum(0) if values else None
 
 
 class _AttachLoss(torch.autograd.Function):

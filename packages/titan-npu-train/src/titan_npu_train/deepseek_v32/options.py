@@ -4,11 +4,22 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DSAOptions"]
+__all__ = ["DENSE_WARMUP", "SPARSE", "DSAOptions", "Stage"]
+
+Stage = Literal["dense_warmup", "sparse"]
+DENSE_WARMUP: Stage = "dense_warmup"
+SPARSE: Stage = "sparse"
 
 
 @dataclass(kw_only=True, slots=True)
 class DSAOptions:
+    stage: Stage = SPARSE
+    """
+    "dense_warmup" trains the indexers alone: attention over every visible key, everything else
+    frozen, and a loss over every visible key. "sparse" trains the model on the keys its indexers
+    choose.
+    """
+
     form: Literal["absorbed", "unabsorbed"] | None = None
     """
     How attention is computed: "absorbed" over the shared latent, or "unabsorbed" with per-head keys
@@ -34,6 +45,13 @@ class DSAOptions:
     """
 
     def __post_init__(self) -> None:
+        if self.stage not in (DENSE_WARMUP, SPARSE):
+            raise ValueError(f"dsa.stage must be 'dense_warmup' or 'sparse', got {self.stage!r}")
+        if self.stage == DENSE_WARMUP and self.form is not None:
+            raise ValueError(
+                f"dsa.form is {self.form!r}, but attention in dsa.stage 'dense_warmup' is dense, "
+                "with keys of each head: leave dsa.form out"
+            )
         if self.topk is not None and self.topk < 1:
             raise ValueError(f"dsa.topk must be at least 1, got {self.topk}")
         _check_backend("dsa.backend", self.backend)
@@ -42,6 +60,11 @@ class DSAOptions:
         if not (math.isfinite(coefficient) and coefficient >= 0):
             raise ValueError(
                 f"dsa.indexer_loss_coefficient must be finite and not negative, got {coefficient}"
+            )
+        if self.stage == DENSE_WARMUP and coefficient == 0:
+            raise ValueError(
+                "dsa.indexer_loss_coefficient is 0, but in dsa.stage 'dense_warmup' the indexers' "
+                "loss is all there is to train on: use a positive one"
             )
 
 

@@ -48,6 +48,7 @@ class DSASelectiveAC(SelectiveAC):
             ops.sparse_attention.default,
             ops.sparse_attention_with_target.default,
             ops.attention_target.default,
+            ops.dense_indexer_kl_loss.default,
         }
 
 

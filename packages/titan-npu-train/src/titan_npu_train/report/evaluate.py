@@ -10,8 +10,8 @@ with scores I[t, :] predicts y[t, :] = softmax_{s visible}(I[t, s]).
 - recall: the share of the k keys with the largest p that are among the k with the largest I, over
   queries that see more than k keys. A random choice finds k / visible of them.
 
-The backbone runs as it was trained, attending to the keys its trained indexers choose. One process,
-one device: for models that fit it.
+The backbone attends to the keys its trained indexers choose, also after a dense warm-up, as it will
+in the stage that follows. One process, one device: for models that fit it.
 
 Shape letters: B batch, S queries, Q queries of a block, T keys, H heads, A latent + rotary dim,
 I index heads, C index head dim, K selected keys.
@@ -28,13 +28,20 @@ import torch
 
 from titan_npu_train import platform, preflight
 from titan_npu_train.failures import UserError
+from titan_npu_train.recall import (
+    attention_logits,
+    index_scores,
+    mean_distribution,
+    query_blocks,
+    top_keys,
+    visible_keys,
+)
 from titan_npu_train.run_folder import RunInfo
 
 __all__ = ["Evaluation", "Figures", "evaluate_model", "evaluate_run", "load_model"]
 
 SEEDS = (0, 1, 2)
 _BATCH_TOKENS = 2048
-_BLOCK_SCORES = 1 << 25  # fp32 attention scores at a time: 128 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +141,7 @@ def load_model(config: Any, checkpoint: Path) -> torch.nn.Module:
 
     from titan_npu_train.checkpoint import Checkpoint, CheckpointError
     from titan_npu_train.deepseek_v32 import DeepSeekV32Model
+    from titan_npu_train.deepseek_v32.options import SPARSE
 
     model_config = config.model_spec.model
     if not isinstance(model_config, DeepSeekV32Model.Config):
@@ -143,8 +151,9 @@ def load_model(config: Any, checkpoint: Path) -> torch.nn.Module:
     alone = dataclasses.replace(
         config,
         parallelism=ParallelismConfig(),
-        # The same function; only this form hands over the latent that all heads share.
-        dsa=dataclasses.replace(config.dsa, form="absorbed"),
+        # The same function; only this form hands over the latent that all heads share. Of a dense
+        # warm-up, it is the sparse model that follows.
+        dsa=dataclasses.replace(config.dsa, stage=SPARSE, form="absorbed"),
     )
     model_config.update_from_config(config=alone)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
@@ -243,10 +252,9 @@ class _Sums:
         self.chance += (topk / visible_BS[long_BS].double()).sum().item()
 
         indexers = [tuple(trained), *(indexer(*indexer_inputs) for indexer in fresh)]
-        for start, stop in _blocks(q_BSHA, kv_BTA.size(1)):
-            block = slice(start, stop)
+        for block in query_blocks(q_BSHA, kv_BTA.size(1)):
             long_BQ, counts_BQ = long_BS[:, block], counts_BS[:, block]
-            seen_BQT = _visible(bounds_BS2[:, block], kv_BTA.size(1))
+            seen_BQT = visible_keys(bounds_BS2[:, block], kv_BTA.size(1))
             logits_BQHT = attention_logits(q_BSHA[:, block], kv_BTA, scale)
             p_BQT = mean_distribution(logits_BQHT, seen_BQT)
             top_BQT = top_keys(p_BQT, seen_BQT, topk)
@@ -276,28 +284,6 @@ class _Sums:
         return Figures(layer, *kl, *kl_topk, recall)
 
 
-def attention_logits(q_BQHA: torch.Tensor, kv_BTA: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * q'[t, h] . kv[s], fp32 [B, Q, H, T]."""
-    return torch.einsum("bqha,bta->bqht", q_BQHA.float(), kv_BTA.float()) * scale
-
-
-def mean_distribution(logits_BQHT: torch.Tensor, seen_BQT: torch.Tensor) -> torch.Tensor:
-    """What the heads together look at among the keys seen: the mean of their softmaxes, [B, Q, T].
-
-    Rows that see no key are zero.
-    """
-    p_BQHT = logits_BQHT.masked_fill(~seen_BQT.unsqueeze(2), float("-inf")).softmax(-1)
-    return p_BQHT.mean(2).masked_fill(~seen_BQT, 0.0)
-
-
-def index_scores(
-    q_index_BQIC: torch.Tensor, k_index_BTC: torch.Tensor, weights_BQI: torch.Tensor
-) -> torch.Tensor:
-    """I[t, s] = sum over index heads of w[t, h] * relu(q[t, h] . k[s]); fp32 [B, Q, T]."""
-    products = torch.einsum("bqic,btc->bqit", q_index_BQIC.float(), k_index_BTC.float())
-    return torch.einsum("bqit,bqi->bqt", products.relu(), weights_BQI.float())
-
-
 def distribution_kl(
     p_BQT: torch.Tensor, scores_BQT: torch.Tensor, seen_BQT: torch.Tensor
 ) -> torch.Tensor:
@@ -305,28 +291,6 @@ def distribution_kl(
     log_y_BQT = scores_BQT.masked_fill(~seen_BQT, float("-inf")).log_softmax(-1)
     terms_BQT = torch.xlogy(p_BQT, p_BQT) - p_BQT * log_y_BQT
     return terms_BQT.masked_fill(~seen_BQT, 0.0).sum(-1)
-
-
-def top_keys(score_BQT: torch.Tensor, seen_BQT: torch.Tensor, topk: int) -> torch.Tensor:
-    """True at the ``topk`` best of the keys seen, ties to the lower key as in the model."""
-    ranked_BQT = (
-        score_BQT.masked_fill(~seen_BQT, float("-inf")).sort(stable=True, descending=True).indices
-    )
-    top_BQT = torch.zeros_like(seen_BQT).scatter_(-1, ranked_BQT[..., :topk], True)
-    return top_BQT & seen_BQT
-
-
-def _visible(bounds_BQ2: torch.Tensor, keys: int) -> torch.Tensor:
-    key_T = torch.arange(keys, device=bounds_BQ2.device)
-    return (key_T >= bounds_BQ2[..., :1]) & (key_T < bounds_BQ2[..., 1:])
-
-
-def _blocks(q_BSHA: torch.Tensor, keys: int) -> Iterator[tuple[int, int]]:
-    """Ranges of queries whose scores fit the memory set aside for them."""
-    B, S, H, _ = q_BSHA.shape
-    size = max(1, _BLOCK_SCORES // (B * H * keys))
-    for start in range(0, S, size):
-        yield start, min(S, start + size)
 
 
 def _fresh(indexer: Any, seed: int) -> Any:
