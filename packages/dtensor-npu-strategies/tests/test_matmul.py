@@ -136,7 +136,7 @@ def _anything(rank, seed):
         for name, call in [case for case in all_cases() if case[0].startswith("aten::")]:
             op = getattr(torch.ops.aten, name.partition("::")[2]).default
             expected = compute(name, call)
-            for _ in range(12):
+            for _ in range(8):
                 placed = {
                     n: choose.choice(choices(x, 2)) for n, x in call.items()
                     if isinstance(x, torch.Tensor)
@@ -155,7 +155,7 @@ def _anything(rank, seed):
 
 
 def test_values_with_any_placements(four):
-    assert min(result["anything"] for result in four) >= 12 * len(MATMULS) * 4
+    assert min(result["anything"] for result in four) >= 8 * len(MATMULS) * 4
 
 
 def _block(rank):

@@ -219,6 +219,8 @@ def _moe(tokens, experts, probs, weight, ends_of):
     ops = torch.ops.npu_dsa
     slots = experts.shape[0] * experts.shape[1]
     permuted, _, rows, counts = ops.moe_permute(tokens, experts, None, cases.E, slots, "torch")
+    if isinstance(permuted, DTensor):  # as many rows as the rank's tokens have slots
+        assert permuted.to_local().shape[0] == experts.to_local().numel()
     y = ops.grouped_matmul(permuted, weight, ends_of(counts), "torch")
     return ops.moe_unpermute(y, rows, probs, "torch"), counts
 

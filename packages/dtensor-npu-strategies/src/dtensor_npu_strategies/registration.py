@@ -35,6 +35,16 @@ from dtensor_npu_strategies import attention, matmul, moe, norm_rope  # noqa: F4
 from dtensor_npu_strategies.rules import OPERATORS, Arguments, Operator, Rule, short
 
 _NOTHING = object()
+# Where torch looks, in the dispatcher (the last) and its sharding propagator. Ours are in the first
+# two and sometimes the third; what others have in the rest would be found before them.
+_TABLES = (
+    "op_strategy_funcs",
+    "op_to_schema_info",
+    "op_to_scalar_shape_adjuster",
+    "op_single_dim_strategy_funcs",
+    "op_to_schema_info_for_single_dim_strategy",
+    "_custom_op_handlers",
+)
 _active: list[Registration] = []
 
 
@@ -51,23 +61,19 @@ class Registration:
         self.operators, self.absent = operators, absent
         self._mine: dict[tuple[str, OpOverload], Any] = {}
         self._before: dict[tuple[str, OpOverload], Any] = {}
+        for table in _TABLES:
+            _table(table)  # all or nothing
         for name in operators:
             op = _overload(name)
-            if op is None:
-                raise RuntimeError(f"{name} was there, and is gone")
-            self._enter(op, OPERATORS[name])
+            if op is not None:
+                self._enter(op, OPERATORS[name])
         _active.append(self)
         _clear_caches()
 
     def _enter(self, op: OpOverload, operator: Operator) -> None:
-        mine: dict[str, Any] = {
-            "op_strategy_funcs": _Strategy(operator),
-            "op_to_schema_info": _schema_info(op),
-            "op_single_dim_strategy_funcs": _NOTHING,  # torch looks there first
-            "op_to_schema_info_for_single_dim_strategy": _NOTHING,
-            "op_to_scalar_shape_adjuster": _NOTHING,
-            "_custom_op_handlers": _NOTHING,  # torch_npu's redistribute by rules of their own
-        }
+        mine: dict[str, Any] = dict.fromkeys(_TABLES, _NOTHING)
+        mine["op_strategy_funcs"] = _Strategy(operator)
+        mine["op_to_schema_info"] = _schema_info(op)
         if operator.local_values is not None:
             mine["op_to_scalar_shape_adjuster"] = _LocalValues(operator)
         for table, value in mine.items():
