@@ -16,7 +16,6 @@ Shape letters: B batch, S sequence, D model dim.
 import re
 from collections.abc import Iterable
 
-import spmd_types as spmd
 import torch
 from torch import nn
 from torchtitan.components.optimizer import ParamGroupConfig
@@ -61,7 +60,8 @@ class _CarryGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out, x, loss):
         ctx.dtype = loss.dtype
-        return out.view_as(out)
+        ctx.mark_dirty(out)  # the tensor itself: FSDP warns of blocks that return views
+        return out
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -71,14 +71,12 @@ class _CarryGradient(torch.autograd.Function):
 def carry_gradient(
     out_BSD: torch.Tensor, x_BSD: torch.Tensor, loss: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return ``out_BSD`` unchanged; its backward back-propagates ``loss`` (scalar) once.
+    """Return ``out_BSD``, unchanged; its backward back-propagates ``loss`` (scalar) once.
 
-    ``x_BSD`` gets the gradient of the result. Without a loss (evaluation) nothing is carried.
+    ``out_BSD`` must have no gradient of its own; that of the result goes to ``x_BSD``. Without a
+    loss (evaluation) nothing is carried.
     """
     if loss is None:
         return out_BSD
     with untyped():
-        carried_BSD = _CarryGradient.apply(out_BSD, x_BSD, loss)
-    if not torch.compiler.is_compiling() and spmd.is_type_checking():
-        spmd.assert_type_like(carried_BSD, out_BSD)
-    return carried_BSD
+        return _CarryGradient.apply(out_BSD, x_BSD, loss)
