@@ -1,7 +1,9 @@
 """Start ranks that run comparison jobs (see split_run.py), and keep what they computed."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +80,8 @@ def options(root: Path, config: str) -> list[str]:
 
 def launch(root: Path, nproc: int, jobs: list[dict]) -> None:
     """Run jobs on ``nproc`` ranks, one after the other; the first failing one ends them all."""
+    for job, port in zip(jobs, free_ports(len(jobs)), strict=True):
+        job["port"] = port
     path = root / f"jobs-{nproc}.json"
     path.write_text(json.dumps(jobs))
     command = [
@@ -91,6 +95,14 @@ def launch(root: Path, nproc: int, jobs: list[dict]) -> None:
         command, env=environment, capture_output=True, text=True, timeout=limit, check=False
     )
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

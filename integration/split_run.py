@@ -2,11 +2,12 @@
 
     torchrun ... split_run.py JOBS
 
-JOBS is a file of a JSON list of objects, run one after the other: {"mode", "out", "options"}, with
-the options of torchtitan. Mode "seed" writes an unsharded seed checkpoint with the weights of the
-random "seed"; "load" writes to OUT the weights that a run begins with; "train" trains. After
-training, OUT holds the LM loss, each layer's indexer loss, the gradient norm and all gradients of
-every step, and the smallest gaps between a query's k-th and (k+1)-th index score.
+JOBS is a file of a JSON list of objects, run one after the other: {"mode", "out", "options",
+"port"}, with the options of torchtitan and a free port. Mode "seed" writes an unsharded seed
+checkpoint with the weights of the random "seed"; "load" writes to OUT the weights that a run begins
+with; "train" trains. After training, OUT holds the LM loss, each layer's indexer loss, the gradient
+norm and all gradients of every step, and the smallest gaps between a query's k-th and (k+1)-th
+score by the indexer (none in the unabsorbed form).
 """
 
 import json
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from npu_dsa_kernels import dsa_attention
 from titan_npu_train import platform
@@ -29,9 +31,10 @@ from titan_npu_train.deepseek_v32 import attention  # noqa: E402
 
 def main() -> None:
     init_logger()
-    for number, job in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-        # The store's keys of a job before would send ranks to addresses that are gone.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+    # A store for each job: in a shared one, the keys of a job before lead to closed sockets.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ["MASTER_PORT"] = str(job["port"])
         run(job)
 
 
@@ -55,6 +58,7 @@ def run(job: dict) -> None:
     trainer.close()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    _clear_sharding_prop_cache()  # its entries name meshes of this job
 
 
 @torch.no_grad()
@@ -133,6 +137,7 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def watch_gaps() -> list[float]:
     """A list that collects, a forward each, the smallest gap that decided a selection."""
     gaps: list[float] = []
+
     def watched(q, kv, q_index, k_index, weights, *, topk, bounds, query_split, **kwargs):
         rows = bounds if query_split is None else query_split.take(bounds)
         with torch.no_grad():

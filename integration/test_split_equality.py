@@ -154,7 +154,7 @@ def test_same_as_one_process(expected, record_of, split):
 
 def assert_same(got: dict, expected: dict) -> None:
     gaps = (
-        f"smallest score gaps {min(got['smallest_gap']):.2e} and "
+        f"smallest score gaps {min(got['smallest_gap'], default=float('nan')):.2e} and "
         f"{min(expected['smallest_gap']):.2e}"
     )
     assert len(got["steps"]) == len(expected["steps"]) == STEPS

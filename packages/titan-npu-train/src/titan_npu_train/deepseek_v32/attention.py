@@ -31,7 +31,7 @@ from titan_npu_train.deepseek_v32.indexer_loss import (
     StepSum,
     attach_indexer_loss,
 )
-from titan_npu_train.deepseek_v32.local_region import LocalRegion, untyped
+from titan_npu_train.deepseek_v32.local_region import LocalRegion, retyped, untyped
 from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, DSAOptions
 from titan_npu_train.deepseek_v32.sharding import (
     HEAD_WEIGHT,
@@ -372,7 +372,7 @@ class Attention(TitanMLA):
         trains_indexer = torch.is_grad_enabled() and attention_masks.trains_indexer
         with untyped():
             out = self._local(x, attention_masks, trains_indexer)
-        return self.wo(out)
+        return self.wo(retyped(out, HEADS))
 
     def _local(self, x: torch.Tensor, masks: DSAMasks, trains_indexer: bool) -> torch.Tensor:
         """The heads' output [B, S, H * V], ready for the output projection."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.sharding import SpmdLayout, resolve_placements
 
-__all__ = ["LocalRegion", "untyped"]
+__all__ = ["LocalRegion", "retyped", "untyped"]
 
 
 class LocalRegion:
@@ -47,6 +47,13 @@ class LocalRegion:
         if mesh is None:
             return x
         return DTensor.from_local(x, mesh, resolve_placements(layout, mesh), run_check=False)
+
+
+def retyped(x: torch.Tensor, layout: SpmdLayout) -> torch.Tensor:
+    """``x``, which comes from an :func:`untyped` computation, with the SPMD type of ``layout``."""
+    if not torch.compiler.is_compiling() and spmd.is_type_checking():
+        spmd.assert_type(x, layout.axis_types, layout.partition_spec)
+    return x
 
 
 def untyped() -> contextlib.AbstractContextManager:
