@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -98,11 +99,13 @@ def launch(root: Path, nproc: int, jobs: list[dict]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports nobody listens on, below those the system gives to connections (Linux: 32768 on)."""
+    found: list[int] = []
+    while len(found) < count:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(10000, 32768)))
+            found.append(probe.getsockname()[1])
+    return found
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

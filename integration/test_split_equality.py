@@ -83,7 +83,7 @@ SPLITS = [
     split("cp-2-contiguous-ac-full", 2, 2, *CONTIGUOUS, FULL, cp=2),
     split("cp-2-unabsorbed", 2, 4, *UNABSORBED, cp=2),
     split("pp-2-1f1b", 2, 4, *pipeline("1F1B"), pp=2),
-    split("pp-2-1f1b-one-microbatch", 2, 4, *pipeline("1F1B", 4), pp=2),
+    split("pp-2-1f1b-two-microbatches", 2, 4, *pipeline("1F1B", 2), pp=2),
     split("pp-2-1f1b-ac-full-accumulation-2", 2, 2, *pipeline("1F1B"), FULL, pp=2),
     split("pp-2-interleaved-ac-selective", 2, 4, *pipeline("Interleaved1F1B"), SELECTIVE, pp=2),
     split("pp-2-interleaved-ac-full", 2, 4, *pipeline("Interleaved1F1B"), FULL, pp=2),
@@ -195,15 +195,15 @@ def without_indexer_loss(workspace) -> dict[str, dict]:
 @pytest.mark.parametrize("name", [s.name for s in ZERO])
 def test_coefficient_zero_trains_the_backbone_alone(without_indexer_loss, expected, name):
     """Steps without indexer gradients: no hang, and the backbone learns as ever."""
-    for ours, wanted in zip(
-        without_indexer_loss[name]["steps"], expected[DEBUGMODEL]["steps"], strict=True
-    ):
-        assert ours["indexer_losses"] is None
-        for parameter, gradient in ours["gradients"].items():
-            if ".indexer." in parameter:
-                assert gradient is None
-            else:
-                assert difference(gradient, wanted["gradients"][parameter]) < LIMIT, parameter
+    steps = without_indexer_loss[name]["steps"]
+    assert len(steps) == STEPS
+    for step in steps:
+        assert step["indexer_losses"] is None
+        assert all((".indexer." in p) == (g is None) for p, g in step["gradients"].items())
+    # From the second step on the indexers of the other run have learned to choose other keys.
+    for parameter, wanted in expected[DEBUGMODEL]["steps"][0]["gradients"].items():
+        if ".indexer." not in parameter:
+            assert difference(steps[0]["gradients"][parameter], wanted) < LIMIT, parameter
 
 
 def test_grad_norm_is_the_norm_of_all_gradients(expected):
