@@ -56,6 +56,9 @@ def degrees(**kinds: int) -> str:
 
 
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+EVEN = " ".join(
+    f"--parallelism.pipeline_parallel_{end}_stage_less_layers 0" for end in ("first", "last")
+)
 COMPILED = "--compile.enable --compile.backend aot_eager"
 SPLITS = [
     Split("accumulation-4", 1, 1, ""),
@@ -67,7 +70,12 @@ SPLITS = [
     Split("tp-2-ac-full-accumulation-2", 2, 2, f"{degrees(tp=2)} {FULL}"),
     Split("cp-2", 2, 4, degrees(cp=2)),
     Split("pp-2-1f1b", 2, 4, f"{degrees(pp=2)} {SCHEDULE} 1F1B"),
-    Split("pp-2-interleaved-ac-full", 2, 4, f"{degrees(pp=2)} {SCHEDULE} Interleaved1F1B {FULL}"),
+    Split(
+        "pp-2-interleaved-ac-full",
+        2,
+        4,
+        f"{degrees(pp=2)} {SCHEDULE} Interleaved1F1B {EVEN} {FULL}",
+    ),
     Split("mtp-ep-2-ac-full", 2, 2, f"{degrees(ep=2)} {FULL}", MTP),
     Split("tp-2-cp-2-ep-4", 4, 4, degrees(tp=2, cp=2, ep=4)),
     Split("pp-2-tp-2-ac-full", 4, 4, f"{degrees(pp=2, tp=2)} {SCHEDULE} 1F1B {FULL}"),

@@ -1,15 +1,22 @@
 """The dense warm-up stage: what learns, from what, and how a run goes on to the next stage."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+import titan_npu_train
+from npu_dsa_kernels import QuerySplit
 from tiny import TINY, backward, build, forward, gradients, packed_positions, worst_difference
 from titan_npu_train.checkpoint import Checkpoint
 from titan_npu_train.checkpoint.stage import stage_problem
@@ -21,6 +28,7 @@ from titan_npu_train.deepseek_v32.options import DSAOptions
 from titan_npu_train.deepseek_v32.parallelize import DSASelectiveAC, apply_activation_checkpointing
 from titan_npu_train.deepseek_v32.warmup import groups_of_indexers
 from titan_npu_train.recall import found_keys, sampled_queries
+from titan_ranks import run_ranks
 
 SEQ_LEN = 64  # top-k is 16
 POSITIONS = packed_positions((64,), (40, 24), (1, 62, 1), (30, 34))
@@ -277,6 +285,61 @@ def test_the_sample_does_not_depend_on_who_has_which_queries():
     assert torch.equal(torch.cat(parts).sort().values, whole)
 
 
+def heads_of_a_rank(rank: int, ranks: int) -> dict[str, float]:
+    """Differences between one rank's share of the loss, and that of a process with all heads."""
+    B, S, H, N, P, L, V, C, index_heads, topk = 2, 32, 4, 8, 4, 6, 8, 16, 8, 5
+    torch.manual_seed(0)
+    positions = packed_positions((20, 12), (32,))
+    masks = DSAMasks.from_positions(positions, kl_mask_BS=torch.rand(B, S) > 0.2)
+    masks = masks._replace(measures_recall=True)
+    latent, rope = torch.randn(B, S, L), torch.randn(B, S, P)
+    w_uk = torch.randn(H, N, L) * L**-0.5
+    q, v = torch.randn(B, S, H, N + P), torch.randn(B, S, H, V)
+    k_nope = torch.einsum("bsl,hnl->bshn", latent, w_uk)
+    k = torch.cat([k_nope, rope.unsqueeze(2).expand(-1, -1, H, -1)], -1)
+    q_latent = torch.einsum("bshn,hnl->bshl", q[..., :N], w_uk)
+    absorbed = (torch.cat([q_latent, q[..., N:]], -1), torch.cat([latent, rope], -1))
+    index = torch.randn(B, S, index_heads, C), torch.randn(B, S, C), torch.rand(B, S, index_heads)
+    options = {"topk": topk, "scale": 0.3, "masks": masks}
+
+    def trained(module, queries, heads, absorbed=None):
+        q_index, k_index, weights = (x.clone().requires_grad_() for x in index)
+        rows = q_index if queries is None else queries(q_index)
+        row_weights = weights if queries is None else queries(weights)
+        out, kl = module(
+            *(x[:, :, heads] for x in (q, k, v)),
+            rows,
+            k_index,
+            row_weights,
+            absorbed=absorbed,
+            **options,
+        )
+        kl.backward()
+        found = module.found_keys.take()
+        return out, [kl.detach(), found, *(x.grad for x in (q_index, k_index, weights))]
+
+    out, wanted = trained(DenseAttention.Config().build(), None, slice(None))
+    module = DenseAttention.Config().build()
+    module.query_split = QuerySplit(dist.group.WORLD)
+    mine = slice(rank * H // ranks, (rank + 1) * H // ranks)
+    mine_out, got = trained(
+        module, module.query_split.take, mine, (absorbed[0][:, :, mine], absorbed[1])
+    )
+    for value in got:
+        dist.all_reduce(value)
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(got, wanted, strict=True)]
+    names = ("kl", "found keys", "q_index", "k_index", "weights", "out")
+    errors.append(((mine_out - out[:, :, mine]).norm() / out[:, :, mine].norm()).item())
+    return dict(zip(names, errors, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_heads_add_up(ranks):
+    for errors in run_ranks(heads_of_a_rank, ranks, ranks):
+        assert errors["found keys"] == 0
+        assert max(errors.values()) < 1e-5, errors
+
+
 def test_flops_by_hand():
     """A forward of the backbone over every visible key; both directions of the indexer's."""
     flavor = replace(TINY, n_layers=1, index_topk=2)
@@ -311,6 +374,13 @@ def test_parallelism_that_does_not_apply(monkeypatch):
         config(tensor_parallel_degree=2)
 
 
+def test_a_pipeline_stage_without_layers_is_refused():
+    model = build(config())
+    model.layers = type(model.layers)()
+    with pytest.raises(ValueError, match="a pipeline stage has no layers"):
+        model.parallelize(None)
+
+
 def test_a_checkpoint_of_another_stage():
     old = Checkpoint(Path("run/checkpoint/step-7"), {}, True)
     warmup = replace(old, stage="dense_warmup")
@@ -320,3 +390,54 @@ def test_a_checkpoint_of_another_stage():
     problem = stage_problem(warmup, "sparse")
     assert "--dsa.stage dense_warmup" in problem
     assert f"--checkpoint.initial_load_path {warmup.path.absolute()}" in problem
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict:
+    """What warmup_run.py found: its stages trained on this package's own source as text."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, str(Path(__file__).with_name("warmup_run.py"))]
+    subprocess.run(
+        [*command, str(folder), str(Path(titan_npu_train.__file__).parent)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_recall_rises_on_text(runs):
+    recalls = [record["topk_recall"] for record in runs["records"]]
+    assert sum(recalls[-4:]) / 4 > sum(recalls[:2]) / 2 + 0.1
+    assert all(len(record["topk_recall_layers"]) == 4 for record in runs["records"])
+    losses = [record["indexer_loss"] for record in runs["records"]]
+    assert sum(losses[-4:]) / 4 < 0.85 * sum(losses[:2]) / 2
+
+
+def test_a_run_trains_and_optimizes_the_indexers_only(runs):
+    warmup = runs["warmup"]
+    assert warmup["failure"] is None
+    assert len(warmup["changed"]) == 5 * 4
+    assert warmup["changed"] == warmup["gradients"] == warmup["optimized"]
+    assert all(".indexer." in name for name in warmup["changed"])
+    assert warmup["rates"] == [1e-2]  # the group for the backbone is left out
+
+
+def test_a_run_goes_on_in_its_stage_only(runs):
+    assert runs["stage"] == "dense_warmup"
+    assert "was written in dsa.stage 'dense_warmup'" in runs["refused"]["failure"]
+    assert runs["refused"]["changed"] == []
+    assert runs["refused"]["step"] == 0
+    assert runs["resumed"]["failure"] is None
+    assert [record["step"] for record in runs["records"]] == list(range(1, 26))
+
+
+def test_the_sparse_stage_begins_with_the_weights_of_the_warm_up(runs):
+    sparse, records = runs["sparse"], runs["sparse_records"]
+    assert sparse["failure"] is None
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[0]["topk_recall"] is None
+    assert sparse["rates"] == [1e-2, 3e-3]
+    assert len(sparse["gradients"]) == len(sparse["optimized"]) > 5 * 4

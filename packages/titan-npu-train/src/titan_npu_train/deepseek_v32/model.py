@@ -91,6 +91,12 @@ class DeepSeekV32Model(DeepSeekV3Model):
         self._freeze()
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
+        if self.config.stage == DENSE_WARMUP and not self.layers:
+            raise ValueError(
+                "a pipeline stage has no layers, and so no indexers to train in dsa.stage "
+                "'dense_warmup': set parallelism.pipeline_parallel_first_stage_less_layers and "
+                "_last_stage_less_layers to 0, or use fewer stages"
+            )
         super().parallelize(parallel_dims)
         self._freeze()  # sharded parameters are new ones
 
