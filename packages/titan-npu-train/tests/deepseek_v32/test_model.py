@@ -1,6 +1,8 @@
 """Gradients of the whole model: what may and what may not change them."""
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -300,3 +302,14 @@ def test_deep_copies_do_not_share_a_meter(batch):
     backward(model, *batch)
     assert model.take_indexer_losses()
     assert not other.take_indexer_losses()
+
+
+def test_torch_still_counts_profiler_marks_as_recomputed_operators():
+    """When this fails, PROFILER_OPS and what adds them to torch's set can go."""
+    code = """
+import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+print(torch.ops.profiler._record_function_enter_new.default in SAC_IGNORED_OPS)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.config import (
     TORCH_DTYPE_MAP,
     CompileConfig,
@@ -34,6 +35,16 @@ from titan_npu_train.deepseek_v32.model import DeepSeekV32Model
 __all__ = ["DSASelectiveAC", "parallelize_deepseek_v32"]
 
 
+PROFILER_OPS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+"""Marks FSDP sets for the profiler. It may set more of them when a layer is recomputed than in its
+forward (pipelines with several stages a rank), and torch 2.14 takes them for operators of the layer
+that are missing: "invocation index 4 encountered during backward but not found in storage".
+"""
+
+
 class DSASelectiveAC(SelectiveAC):
     """torchtitan's selective policy that also keeps what the DSA operators computed.
 
@@ -49,7 +60,13 @@ class DSASelectiveAC(SelectiveAC):
             ops.sparse_attention_with_target.default,
             ops.attention_target.default,
             ops.dense_indexer_kl_loss.default,
+            ops.fused_kl_loss.default,
+            ops.fused_dense_kl_loss.default,
         }
+
+    def apply(self, model: nn.Module) -> None:
+        SAC_IGNORED_OPS.update(PROFILER_OPS)
+        super().apply(model)
 
 
 def parallelize_deepseek_v32(
