@@ -14,7 +14,10 @@ import pytest
 # Children are forked from a server that has imported torch once, but started no threads: a fraction
 # of spawn's start-up time, and safe where forking the test process is not.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.tensor.debug", "stand_ins"])
+_context.set_forkserver_preload(
+    # The second is what torch imports for a DebugMode, in seconds.
+    ["torch.distributed.tensor.debug", "torch._inductor.lowering", "stand_ins"]
+)
 
 
 def run_ranks(

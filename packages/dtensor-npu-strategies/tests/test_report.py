@@ -33,7 +33,7 @@ def _reports(rank):
     found["sums"] = _rows(redistributions(
         lambda: (b.redistribute(placements=[R]), b.redistribute(placements=[S(1)]))
     ))  # fmt: skip
-    found["implicit"] = _rows(redistributions(lambda: a + distribute(x, line, (S(1),))))
+    found["implicit"] = _rows(redistributions(lambda: a.cos() + distribute(x, line, (S(1),))))
     found["list"] = _rows(redistributions(lambda: torch.cat([a, b, a])))
     two = distribute(x, grid, (P, P))
     found["two dims"] = _rows(redistributions(lambda: two.redistribute(placements=[R, S(0)])))
@@ -53,7 +53,7 @@ def _reports(rank):
 
     found["recomputed"] = _rows(redistributions(recomputed))
     # The second run takes its placements from DTensor's cache.
-    found["cached"] = _rows(redistributions(lambda: a + distribute(x, line, (S(1),))))
+    found["cached"] = _rows(redistributions(lambda: a.cos() + distribute(x, line, (S(1),))))
     try:
         redistributions(lambda: 1 / 0)
     except ZeroDivisionError:
