@@ -7,7 +7,8 @@ JOBS is a file of a JSON list of objects, run one after the other: {"mode", "out
 checkpoint with the weights of the random "seed"; "load" writes to OUT the weights that a run begins
 with; "train" trains. After training, OUT holds the LM loss, each layer's indexer loss, the gradient
 norm and all gradients of every step, and the smallest gaps between a query's k-th and (k+1)-th
-score by the indexer (none in the unabsorbed form).
+score by the indexer (none in the unabsorbed form). With "may_fail", a rank's error goes to
+OUT.RANK, and the next job runs.
 """
 
 import json
@@ -35,7 +36,16 @@ def main() -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for job in json.loads(Path(sys.argv[1]).read_text()):
         os.environ["MASTER_PORT"] = str(job["port"])
-        run(job)
+        try:
+            run(job)
+        except Exception as error:
+            if not job.get("may_fail"):
+                raise
+            line = str(error).strip().partition("\n")[0]
+            out = Path(f"{job['out']}.{os.environ['RANK']}")
+            out.write_text(f"{type(error).__name__}: {line}")
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
 
 
 def run(job: dict) -> None:

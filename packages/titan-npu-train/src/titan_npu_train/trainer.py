@@ -14,6 +14,7 @@ from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer as TitanTrainer
 
+import dtensor_npu_strategies
 from titan_custom_cp import current_context
 from titan_npu_train.context_parallel import ContextParallelOptions
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
@@ -46,6 +47,7 @@ class Trainer(TitanTrainer):
     metrics_processor: MetricsProcessor
     _global_valid_tokens: torch.Tensor | None = None
     _clock_started: bool = False
+    _strategies: dtensor_npu_strategies.Registration | None = None
 
     def __init__(self, config: Config):
         parallelism = config.parallelism
@@ -64,7 +66,23 @@ class Trainer(TitanTrainer):
                 raise ValueError("dsa.stage 'dense_warmup' needs a model with indexers")
             groups = groups_of_indexers(config.optimizer.param_groups, model)
             config = replace(config, optimizer=replace(config.optimizer, param_groups=groups))
-        super().__init__(config)
+        if parallelism.spmd_backend != "spmd_types":
+            # Where DTensor decides what is sharded how: matrix products stay where they are.
+            self._strategies = dtensor_npu_strategies.register()
+        try:
+            super().__init__(config)
+        except BaseException:
+            self._forget_strategies()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._forget_strategies()
+
+    def _forget_strategies(self) -> None:
+        if self._strategies is not None:
+            self._strategies.remove()
+            self._strategies = None
 
     @property
     def trains_indexers(self) -> bool:
