@@ -165,7 +165,7 @@ class VerifiedCheckpointManager(CheckpointManager):
                 self._save_hf(state_dict, incomplete, final)
             else:
                 writer = CommittingWriter(
-                    incomplete, final, step=step, run=self._run, stage=self.stage
+                    incomplete, final, step=step, run=self._run, training_stage=self.stage
                 )
                 result = self._save_dcp(state_dict, writer, async_mode)
         except (Exception, CheckpointException) as error:

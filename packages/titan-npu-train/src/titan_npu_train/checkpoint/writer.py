@@ -104,18 +104,24 @@ class CommittingWriter(FileSystemWriter):
         final: the checkpoint's name.
         step: training step, recorded in the manifest.
         run: token that tells this run's leftovers from another's.
-        stage: of training, recorded in the manifest.
+        training_stage: recorded in the manifest.
     """
 
     def __init__(
-        self, incomplete: Path, final: Path, *, step: int, run: str, stage: str | None = None
+        self,
+        incomplete: Path,
+        final: Path,
+        *,
+        step: int,
+        run: str,
+        training_stage: str | None = None,
     ) -> None:
         super().__init__(incomplete)
         self.fs = self._checksums = ChecksumFileSystem()
         self.final = final
         self.step = step
         self.run = run
-        self.stage = stage
+        self.training_stage = training_stage
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self.final), save_id=self.save_id)
@@ -162,6 +168,6 @@ class CommittingWriter(FileSystemWriter):
             step=self.step,
             resumable=folder.is_resumable(metadata),
             files=files,
-            stage=self.stage,
+            stage=self.training_stage,
         )
         folder.publish(incomplete, self.final, self.run)

@@ -1,12 +1,12 @@
 """torchtitan's DeepSeek-V3 blocks, which in the dense warm-up stage train their indexer alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchtitan.models.deepseek_v3 import MTPTransformerBlock
 from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
 
-from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
 from titan_npu_train.deepseek_v32.warmup import carry_gradient
 
 __all__ = ["MTPBlock", "TransformerBlock"]
@@ -22,7 +22,7 @@ class TransformerBlock(DeepSeekV3TransformerBlock):
     def forward(
         self,
         x: torch.Tensor,
-        attention_masks: DSAMasks | None,
+        attention_masks: Any,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not self.attention.dense:
@@ -43,7 +43,7 @@ class MTPBlock(MTPTransformerBlock):
         mtp_input_embed: torch.Tensor,
         prev_embed: torch.Tensor,
         mtp_input_valid_mask: torch.Tensor,
-        attention_masks: DSAMasks | None,
+        attention_masks: Any,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rest = (mtp_input_valid_mask, attention_masks, positions)

@@ -88,10 +88,11 @@ class DeepSeekV32Model(DeepSeekV3Model):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self._warms_up = config.stage == DENSE_WARMUP
         self._freeze()
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        if self.config.stage == DENSE_WARMUP and not self.layers:
+        if self._warms_up and not self.layers:
             raise ValueError(
                 "a pipeline stage has no layers, and so no indexers to train in dsa.stage "
                 "'dense_warmup': set parallelism.pipeline_parallel_first_stage_less_layers and "
@@ -101,7 +102,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
         self._freeze()  # sharded parameters are new ones
 
     def _freeze(self) -> None:
-        if self.config.stage == DENSE_WARMUP:
+        if self._warms_up:
             freeze_backbone(self)
 
     def forward(
