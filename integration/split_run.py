@@ -41,7 +41,7 @@ def main() -> None:
         except Exception as error:
             if not job.get("may_fail"):
                 raise
-            line = str(error).strip().partition("\n")[0]
+            line = " ".join(str(error).split("\n")[:2]).strip()
             out = Path(f"{job['out']}.{os.environ['RANK']}")
             out.write_text(f"{type(error).__name__}: {line}")
             if torch.distributed.is_initialized():
@@ -68,7 +68,9 @@ def run(job: dict) -> None:
     trainer.close()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    _clear_sharding_prop_cache()  # its entries name meshes of this job
+    # What torch remembers names meshes and modules of this job.
+    _clear_sharding_prop_cache()
+    torch.compiler.reset()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.distributed import full_dtensor
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
@@ -264,6 +265,8 @@ class Trainer(TitanTrainer):
             labels=labels if pipelined else labels[0],
             global_valid_tokens=global_valid_tokens,
         )
+        if isinstance(loss, DTensor):
+            loss = loss.to_local()  # this rank's share, as the other backends have it
         if pipelined and not self.pp_has_last_stage:
             # torchtitan returns -1 here; zero lets the stages be added up.
             loss = torch.zeros_like(loss)
