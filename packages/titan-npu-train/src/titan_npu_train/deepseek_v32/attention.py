@@ -463,7 +463,8 @@ class Attention(TitanMLA):
         """Key and value up-projections of each head, from the one weight that holds both."""
         w_YL = self._enter(self.wkv_b.weight, HEAD_WEIGHT, HEAD_WEIGHT_GRADIENT)
         w_HYL = w_YL.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
-        return w_HYL.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
+        w_uk_HNL, w_uv_HVL = w_HYL.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
+        return w_uk_HNL, w_uv_HVL
 
     def _enter(self, x, layout, gradient=None) -> torch.Tensor:
         return x if self._region is None else self._region.enter(x, layout, gradient)

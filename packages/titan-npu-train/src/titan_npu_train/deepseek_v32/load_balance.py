@@ -56,6 +56,7 @@ def _update_expert_biases(layers: Sequence[MoE], parallel_dims: ParallelDims) ->
     mean_times_E_N1 = counts_NE.sum(-1, keepdim=True)
     sign_NE = (mean_times_E_N1 - counts_NE * counts_NE.size(-1)).sign().float()
     for moe, sign_E in zip(layers, sign_NE, strict=True):
+        assert moe.load_balance_coeff is not None and moe.expert_bias_E is not None
         delta_E = moe.load_balance_coeff * sign_E
         _local(moe.expert_bias_E).add_(delta_E - delta_E.mean())
         _local(moe.tokens_per_expert_E).zero_()

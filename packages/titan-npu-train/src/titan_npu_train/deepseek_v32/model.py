@@ -126,7 +126,11 @@ class DeepSeekV32Model(DeepSeekV3Model):
                 ``mtp_exist``.
         """
         if self.mtp_layers is None:
-            return super().forward(tokens, positions, attention_masks)
+            return super().forward(
+                tokens,
+                positions,
+                attention_masks,  # pyrefly: ignore[bad-argument-type]
+            )
         depths = len(self.mtp_layers)
         if mtp_tokens is None or mtp_exist is None:
             mtp_tokens, mtp_exist = shifted_tokens(tokens, positions, depths)

@@ -10,7 +10,8 @@ from torchtitan.models.common.moe_sharding import (
     expert_param_placement_dense,
     set_moe_sharding_config,
 )
-from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLayout
 
 from titan_npu_train.deepseek_v32.moe import MoE, SequenceShard
 
@@ -76,11 +77,18 @@ def _shard_inside(moe_config: MoE.Config) -> None:
         )
     )
     # The gradient of the whole input is summed over TP here, for all experts at once.
-    moe_config.sharding_config.in_dst_shardings["x_BLD"] = whole
-    moe_config.router.gate.sharding_config.in_src_shardings["input"] = part
-    moe_config.routed_experts.sharding_config.in_src_shardings["x_BLD"] = part
+    _inputs(moe_config, "in_dst_shardings")["x_BLD"] = whole
+    _inputs(moe_config.router.gate, "in_src_shardings")["input"] = part
+    _inputs(moe_config.routed_experts, "in_src_shardings")["x_BLD"] = part
     if moe_config.shared_experts is not None:
-        moe_config.shared_experts.sharding_config.in_src_shardings["x"] = whole
+        _inputs(moe_config.shared_experts, "in_src_shardings")["x"] = whole
+
+
+def _inputs(config: Module.Config, which: str) -> dict[str, SpmdLayout]:
+    """Layouts by argument, of a module that torchtitan's plan has given some."""
+    layouts = getattr(config.sharding_config, which)
+    assert layouts is not None
+    return layouts
 
 
 def check_moe_parallelism(
