@@ -3,12 +3,14 @@
 from typing import Any
 
 import pytest
+from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_npu_train import preflight
 from titan_npu_train.deepseek_v32 import config_registry
 from titan_npu_train.failures import UserError
 
+ENABLED = CompileConfig(enable=True)
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "sequence over TP": (
         {"tensor_parallel_degree": 4, "seq_len": 508},
@@ -65,6 +67,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "MTP in a pipeline": (
         {"name": "deepseek_v32_debugmodel_mtp", "pipeline_parallel_degree": 2},
         r"pipeline_parallel_degree is 2, .*without MTP",
+    ),
+    "compiled DTensors": (
+        {"tensor_parallel_degree": 2, "spmd_backend": "full_dtensor", "compile": ENABLED},
+        r"compile.enable needs parallelism.spmd_backend spmd_types",
     ),
     "backend of the loss alone": (
         {"kl_backend": "torch", "form": "unabsorbed"},

@@ -202,6 +202,17 @@ def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
     if training is not None and context > 1:
         options = getattr(config, "context_parallel", None) or ContextParallelOptions()
         options.check(parallelism, training.seq_len)
+    compiling = getattr(config, "compile", None)
+    if (
+        compiling is not None
+        and compiling.enable
+        and parallelism.spmd_backend != "spmd_types"
+        and max(tensor, context, pipeline) > 1
+    ):
+        raise ValueError(
+            "compile.enable needs parallelism.spmd_backend spmd_types under tensor, context or "
+            "pipeline parallelism: torch 2.14 does not compile such layers with DTensors"
+        )
     experts = next((layer.moe.num_experts for layer in model.layers if layer.moe is not None), None)
     if experts is not None:
         rows = None
