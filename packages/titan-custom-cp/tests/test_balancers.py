@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from titan_custom_cp import Contiguous, HeadTail
+from titan_custom_cp.collectives import Order
 
 
 def cells(balancer, length, ranks):
@@ -43,3 +44,21 @@ def test_contiguous_gives_the_last_rank_most():
 def test_lengths_that_do_not_divide(balancer, length, message):
     with pytest.raises(ValueError, match=message):
         balancer.order(length, 4)
+
+
+class Repeats:
+    def order(self, length, ranks):
+        return torch.zeros(length, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("balancer", "error", "message"),
+    [
+        (HeadTail, TypeError, r"load_balancer: got <class .*e.g. HeadTail\(\)"),
+        ("headtail", TypeError, "load_balancer: got 'headtail'"),
+        (Repeats(), ValueError, "order of Repeats for 8 rows is no permutation"),
+    ],
+)
+def test_what_is_no_order_is_refused(balancer, error, message):
+    with pytest.raises(error, match=message):
+        Order.of(balancer, 8, 2)

@@ -93,7 +93,8 @@ def test_ranks_equal_one_process(trained, shared, balancer, recompute):
                 "c10d._allgather_base_": once, "c10d._reduce_scatter_base_": 1
             }  # fmt: skip
         else:  # q, k, v there, out back; and the gradients of the four
-            assert counts == {"c10d.alltoall_base_": 4 * once + 4}
+            # The way back saves nothing for its gradient, so a recomputation ends before it.
+            assert counts == {"c10d.alltoall_base_": 8 + 3 * (once - 1)}
 
 
 def _gather(rank):

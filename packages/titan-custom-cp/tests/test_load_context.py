@@ -28,6 +28,7 @@ def test_by_name():
     [
         ("Mine", "path: got 'Mine'; expected 'module.Class'"),
         ("", "path: got ''; expected 'module.Class'"),
+        (".mine.Mine", "path: got '.mine.Mine'; expected 'module.Class'"),
         ("nowhere.at_all.Mine", "there is no module 'nowhere'"),
         ("titan_custom_cp.nowhere.Mine", "there is no module 'titan_custom_cp.nowhere'"),
         (f"{__name__}.Absent", f"{__name__} has no 'Absent'"),

@@ -89,7 +89,7 @@ def dsa_attention(
     if query_split is None:
         L, what = S, f"[B, S] = {(B, S)}, as q has"
     else:
-        L = len(query_split.rows(S))
+        L = query_split.share(S)
         what = f"[B, L] = {(B, L)}, this rank's share of the S={S} queries"
     if q_index.shape[:2] != (B, L):
         raise checks.bad("q_index", f"shape {tuple(q_index.shape)}", f"expected {what}")

@@ -27,7 +27,7 @@ class QuerySplit:
     exchange for operators that need all heads at once, as an all-to-all.)
 
     Of 2 R equal parts, rank r has the r-th from the front and the r-th from the back: causal
-    queries see more keys the later they are, and every rank gets the same work.
+    queries see more keys the later they are, and in one document every rank gets the same work.
 
     Args:
         group: the tensor-parallel ranks, in the order of their heads.
@@ -35,6 +35,22 @@ class QuerySplit:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+
+    def share(self, S: int) -> int:
+        """How many of S queries each rank has.
+
+        Raises:
+            ValueError: S does not divide by twice the number of ranks.
+        """
+        R = self.group.size()
+        if S % (2 * R):
+            raise checks.bad(
+                "q",
+                f"S={S}",
+                f"expected a multiple of {2 * R}: each of the {R} ranks of query_split takes two "
+                "parts of the queries, an early and a late one",
+            )
+        return S // R
 
     def rows(self, S: int, *, device: torch.device | None = None) -> Tensor:
         """int64 [L]: which of S queries are this rank's.
@@ -82,13 +98,7 @@ class QuerySplit:
 
     def _order(self, S: int, device: torch.device | None) -> Tensor:
         """int64 [S]: the queries in the order of the ranks that have them."""
+        self.share(S)
         R = self.group.size()
-        if S % (2 * R):
-            raise checks.bad(
-                "q",
-                f"S={S}",
-                f"expected a multiple of {2 * R}: each of the {R} ranks of query_split takes two "
-                "parts of the queries, an early and a late one",
-            )
         part_PN = torch.arange(S, device=device).view(2 * R, -1)
         return torch.stack([part_PN[:R], part_PN[R:].flip(0)], 1).flatten()

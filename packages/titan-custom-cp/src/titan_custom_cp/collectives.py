@@ -1,7 +1,7 @@
 """Collectives along the sequence, with the gradients they ask for."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,9 @@ def gather_sequence(
         Like `x`, with `dim` as many times as long as there are ranks.
 
     Raises:
+        TypeError: no DeviceMesh, or no load balancer.
         ValueError: a mesh of several dimensions, no such dimension, or a length that the balancer
-            does not take.
+            does not take or does not cover.
     """
     return gather_sequences((x,), mesh, dim, load_balancer)[0]
 
@@ -60,16 +61,58 @@ def gather_sequences(
         ValueError: as there; tensors of different dtypes or leading sizes.
     """
     one_dimension(mesh)
-    _check_alike(tensors, dim)
+    check_alike(tensors, dim)
+    balancer = HeadTail() if load_balancer is None else load_balancer
+    rows = tensors[0].shape[dim]
+    order = Order.of(balancer, rows * mesh.size(), mesh.size()).to(tensors[0].device)
+    return gather_in_order(tensors, mesh.get_group(), dim, order)
+
+
+class Order(NamedTuple):
+    """Which row of the sequence each rank's rows are, and where a row of the sequence went."""
+
+    sent_S: Tensor
+    """The sequence's rows in the order of the ranks that hold them."""
+    natural_S: Tensor
+    """The inverse."""
+
+    @classmethod
+    def of(cls, balancer: LoadBalancer, length: int, ranks: int) -> "Order":
+        """What `balancer` says, checked.
+
+        Raises:
+            TypeError: not a load balancer.
+            ValueError: it does not take the length, or drops or repeats rows.
+        """
+        if isinstance(balancer, type) or not callable(getattr(balancer, "order", None)):
+            raise TypeError(
+                f"load_balancer: got {balancer!r}; expected an object with order(length, ranks), "
+                "e.g. HeadTail()"
+            )
+        sent_S = balancer.order(length, ranks)
+        natural_S = sent_S.argsort()
+        if not torch.equal(sent_S[natural_S], torch.arange(length, device=sent_S.device)):
+            raise ValueError(
+                f"load_balancer: the order of {type(balancer).__name__} for {length} rows is no "
+                "permutation of them"
+            )
+        return cls(sent_S, natural_S)
+
+    def to(self, device: torch.device) -> "Order":
+        return Order(self.sent_S.to(device), self.natural_S.to(device))
+
+
+def gather_in_order(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, dim: int, order: Order
+) -> tuple[Tensor, ...]:
+    """`gather_sequences`, checked before, in a known order on the device of the tensors."""
     first = tensors[0]
     dim %= first.dim()
-    balancer = HeadTail() if load_balancer is None else load_balancer
-    order_S = balancer.order(first.shape[dim] * mesh.size(), mesh.size()).to(first.device)
     if len(tensors) == 1:
-        return (_GatherSequence.apply(first, mesh.get_group(), dim, order_S),)
+        return (_GatherSequence.apply(first, group, dim, *order),)
     # All that belongs to a row of the sequence goes side by side.
     flat = [x.flatten(dim + 1) if x.dim() > dim + 1 else x.unsqueeze(-1) for x in tensors]
-    whole = _GatherSequence.apply(torch.cat(flat, -1), mesh.get_group(), dim, order_S)
+    whole = _GatherSequence.apply(torch.cat(flat, -1), group, dim, *order)
     parts = whole.split([x.shape[-1] for x in flat], -1)
     return tuple(
         part.reshape(*part.shape[: dim + 1], *x.shape[dim + 1 :])
@@ -77,14 +120,14 @@ def gather_sequences(
     )
 
 
-def sequence_to_heads(x_BLHD: Tensor, group: dist.ProcessGroup, order_S: Tensor) -> Tensor:
+def sequence_to_heads(x_BLHD: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
     """[B, L, H, D] of all heads to [B, S, H / R, D] of the whole sequence: one all-to-all."""
-    return _SequenceToHeads.apply(x_BLHD, group, order_S)
+    return _SequenceToHeads.apply(x_BLHD, group, order)
 
 
-def heads_to_sequence(x_BSHD: Tensor, group: dist.ProcessGroup, order_S: Tensor) -> Tensor:
+def heads_to_sequence(x_BSHD: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
     """The inverse of `sequence_to_heads`."""
-    return _HeadsToSequence.apply(x_BSHD, group, order_S)
+    return _HeadsToSequence.apply(x_BSHD, group, order)
 
 
 def one_dimension(mesh: DeviceMesh) -> None:
@@ -98,7 +141,7 @@ def one_dimension(mesh: DeviceMesh) -> None:
         )
 
 
-def _check_alike(tensors: Sequence[Tensor], dim: int) -> None:
+def check_alike(tensors: Sequence[Tensor], dim: int) -> None:
     if not tensors:
         raise ValueError("tensors: got none; expected at least one")
     first = tensors[0]
@@ -121,63 +164,61 @@ def _check_alike(tensors: Sequence[Tensor], dim: int) -> None:
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, order_S: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sent_S: Tensor, natural_S: Tensor
+    ) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        ctx.save_for_backward(order_S)
+        ctx.save_for_backward(sent_S)
         rows = x.movedim(dim, 0).contiguous()
-        whole = rows.new_empty(order_S.numel(), *rows.shape[1:])
+        whole = rows.new_empty(sent_S.numel(), *rows.shape[1:])
         _all_gather(whole, rows, group=group)
-        return whole.index_select(0, order_S.argsort()).movedim(0, dim)
+        return whole.index_select(0, natural_S).movedim(0, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_whole: Tensor):
-        (order_S,) = ctx.saved_tensors
-        rows = d_whole.movedim(ctx.dim, 0).index_select(0, order_S)
+        (sent_S,) = ctx.saved_tensors
+        rows = d_whole.movedim(ctx.dim, 0).index_select(0, sent_S)
         d_x = rows.new_empty(rows.shape[0] // ctx.group.size(), *rows.shape[1:])
         _reduce_scatter(d_x, rows, group=ctx.group)
-        return d_x.movedim(0, ctx.dim), None, None, None
+        return d_x.movedim(0, ctx.dim), None, None, None, None
 
 
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BLHD: Tensor, group: dist.ProcessGroup, order_S: Tensor) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(order_S)
-        return _to_heads(x_BLHD, group, order_S)
+    def forward(ctx: Any, x_BLHD: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
+        ctx.group, ctx.order = group, order
+        return _to_heads(x_BLHD, group, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x_BSHD: Tensor):
-        (order_S,) = ctx.saved_tensors
-        return _to_sequence(d_x_BSHD, ctx.group, order_S), None, None
+        return _to_sequence(d_x_BSHD, ctx.group, ctx.order), None, None
 
 
 class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSHD: Tensor, group: dist.ProcessGroup, order_S: Tensor) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(order_S)
-        return _to_sequence(x_BSHD, group, order_S)
+    def forward(ctx: Any, x_BSHD: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
+        ctx.group, ctx.order = group, order
+        return _to_sequence(x_BSHD, group, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x_BLHD: Tensor):
-        (order_S,) = ctx.saved_tensors
-        return _to_heads(d_x_BLHD, ctx.group, order_S), None, None
+        return _to_heads(d_x_BLHD, ctx.group, ctx.order), None, None
 
 
-def _to_heads(x_BLHD: Tensor, group: dist.ProcessGroup, order_S: Tensor) -> Tensor:
+def _to_heads(x_BLHD: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
     R = group.size()
     sent_RLBHD = x_BLHD.unflatten(2, (R, -1)).permute(2, 1, 0, 3, 4).contiguous()
     received_RLBHD = torch.empty_like(sent_RLBHD)
     dist.all_to_all_single(received_RLBHD, sent_RLBHD, group=group)
-    return received_RLBHD.flatten(0, 1).index_select(0, order_S.argsort()).transpose(0, 1)
+    return received_RLBHD.flatten(0, 1).index_select(0, order.natural_S).transpose(0, 1)
 
 
-def _to_sequence(x_BSHD: Tensor, group: dist.ProcessGroup, order_S: Tensor) -> Tensor:
+def _to_sequence(x_BSHD: Tensor, group: dist.ProcessGroup, order: Order) -> Tensor:
     R = group.size()
-    sent_RLBHD = x_BSHD.transpose(0, 1).index_select(0, order_S).unflatten(0, (R, -1))
+    sent_RLBHD = x_BSHD.transpose(0, 1).index_select(0, order.sent_S).unflatten(0, (R, -1))
     received_RLBHD = torch.empty_like(sent_RLBHD)
     dist.all_to_all_single(received_RLBHD, sent_RLBHD.contiguous(), group=group)
     return received_RLBHD.permute(2, 1, 0, 3, 4).flatten(2, 3)

@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_custom_cp.balancers import HeadTail, LoadBalancer
 from titan_custom_cp.collectives import (
-    gather_sequences,
+    Order,
+    check_alike,
+    gather_in_order,
     heads_to_sequence,
     one_dimension,
     sequence_to_heads,
@@ -47,6 +49,7 @@ class CustomContextParallelContext:
         load_balancer: how rows are shared out; `HeadTail` if None.
 
     Raises:
+        TypeError: no DeviceMesh, no load balancer, or something that is no tensor.
         ValueError: a mesh of several dimensions, lists of different lengths, a sequence dimension
             that is not there, buffers with sequences of different lengths, or a length that the
             balancer does not take. Nothing has been changed or sent by then.
@@ -74,17 +77,21 @@ class CustomContextParallelContext:
                     "of buffers"
                 )
         self._restored = [not any(x is buffer for x in kept) for buffer in self._buffers]
-        self._order_S = self.load_balancer.order(self._length, mesh.size())
+        self._order = Order.of(self.load_balancer, self._length, mesh.size())
+        self._order_on: dict[torch.device, Order] = {}
         self._whole: list[Tensor] | None = None
 
     @property
     def index(self) -> Tensor:
         """int64 [L]: where in the sequence each of this rank's rows is."""
-        return self._order_S.chunk(self.mesh.size())[self.mesh.get_local_rank()].to(self._device)
+        sent_S = self.order_on(self._buffers[0].device).sent_S
+        return sent_S.chunk(self.mesh.size())[self.mesh.get_local_rank()]
 
-    @property
-    def _device(self) -> torch.device:
-        return self._buffers[0].device
+    def order_on(self, device: torch.device) -> Order:
+        """The order of rows, copied to a device once: a copy for each layer would wait for it."""
+        if device not in self._order_on:
+            self._order_on[device] = self._order.to(device)
+        return self._order_on[device]
 
     def __enter__(self) -> Self:
         if self._whole is not None:
@@ -142,10 +149,10 @@ class DSAContextParallelContext(CustomContextParallelContext):
         Raises:
             ValueError: as `gather_sequences`; also where the rows are not those of this context.
         """
-        for i, x in enumerate(tensors):
-            if -x.dim() <= dim < x.dim():
-                _check_rows(f"tensors[{i}]", x.shape[dim], self._length, self.mesh.size())
-        return gather_sequences(tensors, self.mesh, dim, self.load_balancer)
+        check_alike(tensors, dim)
+        _check_rows("tensors[0]", tensors[0].shape[dim], self._length, self.mesh.size())
+        order = self.order_on(tensors[0].device)
+        return gather_in_order(tensors, self.mesh.get_group(), dim, order)
 
 
 class UlyssesContextParallelContext(CustomContextParallelContext):
@@ -169,7 +176,7 @@ class UlyssesContextParallelContext(CustomContextParallelContext):
             raise ValueError(
                 f"x: got H={x.shape[2]} heads; expected a multiple of {R}, the number of ranks"
             )
-        return sequence_to_heads(x, self.mesh.get_group(), self._order_S.to(x.device))
+        return sequence_to_heads(x, self.mesh.get_group(), self.order_on(x.device))
 
     def to_sequence(self, x: Tensor) -> Tensor:
         """[B, S, H / R, D] to [B, L, H, D]: the inverse of `to_heads`.
@@ -180,7 +187,7 @@ class UlyssesContextParallelContext(CustomContextParallelContext):
         _check_heads(x, "B, S, H / R, D")
         if x.shape[1] != self._length:
             raise ValueError(f"x: got {x.shape[1]} rows; expected {self._length}, all of them")
-        return heads_to_sequence(x, self.mesh.get_group(), self._order_S.to(x.device))
+        return heads_to_sequence(x, self.mesh.get_group(), self.order_on(x.device))
 
     def attend(self, attention: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """`attention` over the whole sequence, for the heads of this rank.
@@ -202,7 +209,7 @@ def load_context(path: str) -> type[CustomContextParallelContext]:
         ValueError: no such module or class, or not a subclass of `CustomContextParallelContext`.
     """
     module_name, _, name = path.rpartition(".")
-    if not module_name or not name:
+    if not module_name.strip(".") or module_name.startswith(".") or not name:
         raise ValueError(f"path: got {path!r}; expected 'module.Class'")
     try:
         module = importlib.import_module(module_name)

@@ -18,16 +18,23 @@ from titan_custom_cp import (
 
 __all__ = ["ContextParallelOptions"]
 
-_BALANCERS: dict[str | None, type[LoadBalancer]] = {"headtail": HeadTail, None: Contiguous}
+_BALANCERS: dict[str | None, type[LoadBalancer]] = {
+    "headtail": HeadTail,
+    "contiguous": Contiguous,
+    None: Contiguous,
+}
+
+
+_DEFAULT = "titan_custom_cp.DSAContextParallelContext"
 
 
 @dataclass(kw_only=True, slots=True)
 class ContextParallelOptions:
-    context: str = "titan_custom_cp.DSAContextParallelContext"
+    context: str = _DEFAULT
     """
     Dotted path of the context that shards a batch, a subclass of
     titan_custom_cp.DSAContextParallelContext. Load balancing is
-    parallelism.context_parallel_load_balancer: "headtail", or none for contiguous parts.
+    parallelism.context_parallel_load_balancer: headtail or contiguous.
     """
 
     def check(self, parallelism: ParallelismConfig, seq_len: int) -> None:
@@ -46,13 +53,25 @@ class ContextParallelOptions:
                 "attention needs a subclass of titan_custom_cp.DSAContextParallelContext"
             )
         ranks = parallelism.context_parallel_degree
+        balancer = _balancer(parallelism)
+        if ranks == 1:
+            return
         try:
-            _balancer(parallelism).order(seq_len, ranks)
+            balancer.order(seq_len, ranks)
         except ValueError as error:
             raise ValueError(
                 f"training.seq_len {seq_len} cannot be shared out to "
                 f"parallelism.context_parallel_degree {ranks} ranks: {error}"
             ) from None
+
+    def refuse_if_set(self, why: str) -> None:
+        """Refuse a choice that nothing would use.
+
+        Raises:
+            ValueError: a context other than the default.
+        """
+        if self.context != _DEFAULT:
+            raise ValueError(f"context_parallel.context is {self.context!r}, but {why}")
 
     def open(
         self, parallelism: ParallelismConfig, mesh: DeviceMesh, tensors: Sequence[torch.Tensor]
@@ -70,7 +89,7 @@ def _balancer(parallelism: ParallelismConfig) -> LoadBalancer:
     name = parallelism.context_parallel_load_balancer
     if name not in _BALANCERS:
         raise ValueError(
-            "parallelism.context_parallel_load_balancer must be 'headtail' or none for sparse "
-            f"attention, got {name!r}"
+            "parallelism.context_parallel_load_balancer must be 'headtail' or 'contiguous' for "
+            f"sparse attention, got {name!r}"
         )
     return _BALANCERS[name]()

@@ -67,6 +67,9 @@ class Trainer(TitanTrainer):
                 raise ValueError("dsa.stage 'dense_warmup' needs a model with indexers")
             groups = groups_of_indexers(config.optimizer.param_groups, model)
             config = replace(config, optimizer=replace(config.optimizer, param_groups=groups))
+        spec = config.model_spec
+        if spec is not None and not isinstance(spec.model, DeepSeekV32Model.Config):
+            config.context_parallel.refuse_if_set("this model has torchtitan's context parallelism")
         if parallelism.spmd_backend != "spmd_types":
             # Where DTensor decides what is sharded how: matrix products stay where they are.
             self._strategies = dtensor_npu_strategies.register()
@@ -77,8 +80,10 @@ class Trainer(TitanTrainer):
             raise
 
     def close(self) -> None:
-        super().close()
-        self._forget_strategies()
+        try:
+            super().close()
+        finally:
+            self._forget_strategies()
 
     def _forget_strategies(self) -> None:
         if self._strategies is not None:
@@ -309,7 +314,9 @@ class Trainer(TitanTrainer):
     ) -> None:
         # A pipeline stage without the loss contributes zero to both sums.
         rank_mean = loss * global_valid_tokens / valid_tokens.to(self.device).clamp(min=1)
-        max_loss = self._max_over(self._sum_over(rank_mean, "pp"), "loss")
+        # A context-parallel rank's loss is a part of its rows', whose tokens they all count.
+        row_mean = self._sum_over(self._sum_over(rank_mean, "pp"), "cp")
+        max_loss = self._max_over(row_mean, "loss")
         mean_loss = self._sum_over(self._sum_over(loss, "pp"), "loss").item()
         self._refuse_not_finite("loss", mean_loss)
         tokens_seen = torch.tensor(self.ntokens_seen, device=self.device)

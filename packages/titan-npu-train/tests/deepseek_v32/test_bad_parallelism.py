@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "balancer": (
         {"context_parallel_degree": 2, "context_parallel_load_balancer": "ptrr"},
-        r"context_parallel_load_balancer must be 'headtail' or none .*got 'ptrr'",
+        r"^parallelism.context_parallel_load_balancer must be 'headtail' or .*got 'ptrr'",
     ),
     "unknown context": (
         {"context_parallel_degree": 2, "context": "titan_custom_cp.NoSuchContext"},
@@ -67,6 +68,18 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "MTP in a pipeline": (
         {"name": "deepseek_v32_debugmodel_mtp", "pipeline_parallel_degree": 2},
         r"pipeline_parallel_degree is 2, .*without MTP",
+    ),
+    "a context that nothing uses": (
+        {"context": "nowhere.Context"},
+        r"context_parallel.context: .*no module 'nowhere'",
+    ),
+    "validation of split sequences": (
+        {"context_parallel_degree": 2, "validator": Validator.Config(enable=True)},
+        r"validator.enable with context_parallel_degree 2",
+    ),
+    "validation of MTP": (
+        {"name": "deepseek_v32_debugmodel_mtp", "validator": Validator.Config(enable=True)},
+        r"validator.enable with multi-token prediction",
     ),
     "compiled DTensors": (
         {"tensor_parallel_degree": 2, "spmd_backend": "full_dtensor", "compile": ENABLED},
@@ -97,7 +110,7 @@ def test_refused_by_name(case):
         config.model_spec.model.update_from_config(config=config)
 
 
-def test_every_rank_refuses_before_it_talks():
+def test_the_layout_is_checked_against_the_number_of_ranks():
     config = config_with(tensor_parallel_degree=2, seq_len=510)
     with pytest.raises(UserError, match=r"training.seq_len 510 is not divisible by 4"):
         preflight.check_layout(config, 2)

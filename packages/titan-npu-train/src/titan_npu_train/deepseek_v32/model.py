@@ -199,7 +199,7 @@ def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
             "tensor-parallel rank indexes an early and a late part of the queries. Use "
             f"--training.seq_len {max(1, training.seq_len // parts) * parts}"
         )
-    if training is not None and context > 1:
+    if training is not None:
         options = getattr(config, "context_parallel", None) or ContextParallelOptions()
         options.check(parallelism, training.seq_len)
     compiling = getattr(config, "compile", None)
@@ -212,6 +212,14 @@ def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
         raise ValueError(
             "compile.enable needs parallelism.spmd_backend spmd_types under tensor, context or "
             "pipeline parallelism: torch 2.14 does not compile such layers with DTensors"
+        )
+    validator = getattr(config, "validator", None)
+    if validator is not None and validator.enable and (context > 1 or model.mtp_layers):
+        what = f"context_parallel_degree {context}" if context > 1 else "multi-token prediction"
+        raise ValueError(
+            f"validator.enable with {what}: torchtitan's validator neither shards sequences for "
+            "sparse attention nor shifts labels. Leave it out; titan-npu report measures a run on "
+            "held-out text"
         )
     experts = next((layer.moe.num_experts for layer in model.layers if layer.moe is not None), None)
     if experts is not None:
