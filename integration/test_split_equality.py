@@ -61,7 +61,8 @@ def pipeline(schedule: str, microbatch: int = 1) -> tuple[str, ...]:
 
 FULL, SELECTIVE = "activation_checkpoint:full", "activation_checkpoint:selective"
 NO_SP = "--parallelism.no-enable_sequence_parallel"
-CONTIGUOUS = ("--parallelism.context_parallel_load_balancer", "None")
+CONTIGUOUS = ("--parallelism.context_parallel_load_balancer", "contiguous")
+OWN_CONTEXT = ("--context_parallel.context", "own_context.OwnContext")
 UNABSORBED = ("--dsa.form", "unabsorbed")
 
 SPLITS = [
@@ -78,9 +79,11 @@ SPLITS = [
     split("tp-2-ac-full-accumulation-4", 2, 1, FULL, tp=2),
     split("tp-2-ac-selective", 2, 4, SELECTIVE, tp=2),
     split("tp-2-ep-2", 2, 4, tp=2, ep=2),
+    split("tp-2-no-sequence-parallel", 2, 4, NO_SP, tp=2),
     split("tp-2-unabsorbed", 2, 4, *UNABSORBED, tp=2),
     split("cp-2", 2, 4, cp=2),
     split("cp-2-contiguous-ac-full", 2, 2, *CONTIGUOUS, FULL, cp=2),
+    split("cp-2-own-context", 2, 4, *OWN_CONTEXT, cp=2),
     split("cp-2-unabsorbed", 2, 4, *UNABSORBED, cp=2),
     split("pp-2-1f1b", 2, 4, *pipeline("1F1B"), pp=2),
     split("pp-2-1f1b-two-microbatches", 2, 4, *pipeline("1F1B", 2), pp=2),
@@ -179,10 +182,14 @@ def test_mtp_has_an_indexer_loss_of_its_own(expected):
     assert len(expected[MTP]["steps"][0]["indexer_losses"]) == 5  # four layers and the MTP layer
 
 
+OFF = ("--dsa.indexer_loss_coefficient", "0")
 ZERO = [
-    split("coefficient-0-ep-2", 2, 2, "--dsa.indexer_loss_coefficient", "0", ep=2),
-    split("coefficient-0-cp-2", 2, 4, "--dsa.indexer_loss_coefficient", "0", cp=2),
-    split("coefficient-0-tp-2", 2, 4, "--dsa.indexer_loss_coefficient", "0", tp=2),
+    split("coefficient-0-ep-2", 2, 2, *OFF, ep=2),
+    split("coefficient-0-cp-2", 2, 4, *OFF, cp=2),
+    split("coefficient-0-tp-2", 2, 4, *OFF, tp=2),
+    split(
+        "coefficient-0-pp-2", 2, 4, *pipeline("1F1B"), *OFF, pp=2
+    ),
 ]
 
 

@@ -137,25 +137,30 @@ def test_both_at_once(counted):
 
 
 def indexer_flops(rank: int) -> tuple[float, float]:
-    """FLOPs a token of the 671B model's indexer at 4K: of all heads here, and of this rank's."""
-    S, rows = 4096, 64
-    config = model_config(replace(FLAVORS["671B"], n_layers=1, n_mtp_layers=0, max_seq_len=rows))
+    """FLOPs of the 671B model's indexer at 4K, for one rank with everything and for this one of 4.
+
+    Projections and transforms as counted in a call with fewer tokens; scores by the visible keys of
+    the queries that come out.
+    """
+    S, rows = 4096, 32
+    config = model_config(replace(FLAVORS["671B"], n_layers=1, n_mtp_layers=0, max_seq_len=S))
     indexer = config.layers[0].attention.indexer
-    with torch.device("meta"):
-        module = indexer.build()
-    x = torch.empty(1, rows, config.dim, device="meta")
-    q_latent = torch.empty(1, rows, indexer.wq_b.in_features, device="meta")
+    module = indexer.build()
+    x = torch.zeros(1, rows, config.dim)
+    q_latent = torch.zeros(1, rows, indexer.wq_b.in_features)
+    dims = ParallelDims(1, 1, 1, dist.get_world_size(), 1, 1, world_size=dist.get_world_size())
+    dims.build_mesh()
     found = []
-    for split in (None, QuerySplit(dist.group.WORLD)):
-        module._query_split = split
-        with FlopCounterMode(display=False) as counter:
-            module.wq_b(q_latent if split is None else split.take(q_latent))
-            module.wk(x)
-            module.weights_proj(x if split is None else split.take(x))
+    for parallel in (False, True):
+        if parallel:
+            module.parallelize(dims)
         bounds = causal_bounds(torch.arange(S).unsqueeze(0))
-        if split is not None:
-            bounds = split.take(bounds)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            q_index, _, _ = module(x, q_latent, torch.arange(rows).unsqueeze(0))
+        if q_index.size(1) < rows:
+            bounds = QuerySplit(dims.get_mesh("tp").get_group()).take(bounds)
         cells = (bounds[..., 1] - bounds[..., 0]).sum().item()
+        assert bounds.size(1) * rows == q_index.size(1) * S
         scores = cells * 2 * indexer.n_heads * indexer.head_dim
         found.append(counter.get_total_flops() / rows * S + scores)
     return tuple(found)
