@@ -7,6 +7,8 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,10 +20,16 @@ from titan_npu_train import platform
 
 platform.select("cpu")
 
+from torchtitan.config import TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
-from titan_npu_train.deepseek_v32 import config_registry  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from collectives import Collectives  # noqa: E402
+from tiny import TINY  # noqa: E402
+from titan_custom_cp import DSAContextParallelContext  # noqa: E402
+from titan_npu_train.deepseek_v32 import config_registry, model_config  # noqa: E402
+from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks  # noqa: E402
 
 WORLD = 128
 
@@ -79,8 +87,69 @@ def parallelized(config) -> list[torch.nn.Module]:
     )[1]
 
 
+NARROW = replace(TINY, n_layers=2, n_dense_layers=1, num_experts=64, max_seq_len=4096)
+
+
+def collectives(name: str, rank: int) -> dict[str, dict[str, int]]:
+    config = getattr(config_registry, name)()
+    parallelism = config.parallelism
+    world = WORLD // parallelism.pipeline_parallel_degree
+    parallelism.pipeline_parallel_degree = 1
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    dims = ParallelDims.from_config(parallelism, world)
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+    dims.build_mesh()
+    # Every expert gets one of a rank's tokens: known, too, of the ranks that are not there.
+    config.debug.moe_force_load_balance = True
+    seq_len = NARROW.num_experts // NARROW.experts_per_token * dims.tp * dims.cp
+    config.training = TrainingConfig(seq_len=seq_len, mixed_precision_param="float32")
+    spec = model_config(NARROW)
+    spec.update_from_config(config=config)
+    model = spec.build()
+    torch.manual_seed(0)
+    model.init_states()
+    config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=parallelism,
+        compile_config=config.compile,
+        ac_config=None,
+        dump_folder="",
+    )
+    tokens = torch.arange(seq_len).remainder(NARROW.vocab_size).unsqueeze(0)
+    positions = torch.arange(seq_len).unsqueeze(0)
+    buffers = [tokens, positions]
+    mesh = dims.get_optional_mesh("cp")
+    if mesh is not None:
+        cp = DSAContextParallelContext(mesh, buffers=buffers, buffer_seq_dims=[1, 1])
+        cp.__enter__()
+    counts = torch.ones_like(positions, dtype=torch.bool)
+    masks = DSAMasks.from_positions(
+        positions, index_S=None if mesh is None else cp.index, kl_mask_BS=counts
+    )
+    log = Collectives(dims)
+    with dist_utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)():
+        with log:
+            logits = model(tokens, positions, masks)
+        seen = {"forward": log.seen.copy()}
+        log.seen.clear()
+        with log:
+            logits.backward(torch.ones_like(logits))
+        seen["backward"] = log.seen
+    if mesh is not None:
+        cp.__exit__(None, None, None)
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    return {
+        phase: {f"{axis} {kind}": n for (axis, kind), n in counts.items() if axis != "fsdp"}
+        for phase, counts in seen.items()
+    }
+
+
 if __name__ == "__main__":
-    for name, rank in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        print(json.dumps(layout(name, int(rank))))
+    measure = {"layout": layout, "collectives": collectives}[sys.argv[1]]
+    for name, rank in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+        print(json.dumps(measure(name, int(rank))))
     sys.stdout.flush()
     os._exit(0)

@@ -21,18 +21,22 @@ PRESETS = {
 EXPERTS = 256 * 3 * 7168 * 2048  # parameters of one layer
 
 
+def measure(what: str, wanted: list[tuple[str, int]]) -> list[dict]:
+    script = Path(__file__).with_name("preset_rank.py")
+    words = [what, *(str(word) for pair in wanted for word in pair)]
+    command = [sys.executable, str(script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+
+
 @pytest.fixture(scope="module")
 def layouts() -> dict[str, list[dict[str, dict]]]:
     """By preset, the parameters of the first rank of each pipeline stage."""
     wanted = [(name, r) for name, d in PRESETS.items() for r in range(0, 128, 128 // d["pp"])]
-    script = Path(__file__).with_name("preset_rank.py")
-    command = [sys.executable, str(script), *(str(word) for pair in wanted for word in pair)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     found = defaultdict(list)
-    for (name, _), line in zip(wanted, lines, strict=True):
-        found[name].append(json.loads(line))
+    for (name, _), layout in zip(wanted, measure("layout", wanted), strict=True):
+        found[name].append(layout)
     return found
 
 
@@ -93,3 +97,21 @@ def kind(parameter: str) -> str:
         if word in parameter:
             return name
     return "attention" if ".attention." in parameter else "rest"
+
+
+def test_nothing_is_communicated_that_the_plan_does_not_name():
+    """Of one dense and one MoE layer, FSDP's own collectives apart."""
+    for found, degrees in zip(
+        measure("collectives", [(name, 5) for name in PRESETS]), PRESETS.values(), strict=True
+    ):
+        # In and out of two attentions, a feed-forward and a shared expert; embedding, last norm.
+        through = 2 * 2 + 1
+        forward = {
+            "tp all_gather": through + 2,  # each layer's indices
+            "tp reduce_scatter": through + 2,  # each layer's target
+            "ep all_to_all": 3,
+        }
+        backward = {"tp all_gather": through, "tp reduce_scatter": through, "ep all_to_all": 2}
+        if degrees["cp"] > 1:
+            forward["cp all_gather"] = backward["cp reduce_scatter"] = 2
+        assert found == {"forward": forward, "backward": backward}
