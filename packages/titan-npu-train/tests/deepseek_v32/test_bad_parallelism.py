@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "heads": (
         {"tensor_parallel_degree": 8},
-        r"tensor_parallel_degree \(8\) must divide n_heads \(4\)",
+        r"parallelism.tensor_parallel_degree 8 .* 4 attention heads; use one of 1, 2, 4",
     ),
     "experts": (
         {"expert_parallel_degree": 16, "data_parallel_shard_degree": 16},
@@ -64,6 +64,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
             "activation_checkpoint": FullAC.Config(),
         },
         r"schedule ZBVZeroBubble .*activation_checkpoint:none, or 1F1B",
+    ),
+    "unknown schedule": (
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "2F2B"},
+        r"parallelism.pipeline_parallel_schedule: .*2F2B",
     ),
     "MTP in a pipeline": (
         {"name": "deepseek_v32_debugmodel_mtp", "pipeline_parallel_degree": 2},

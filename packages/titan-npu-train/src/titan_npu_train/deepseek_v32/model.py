@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
@@ -191,6 +192,13 @@ def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     pipeline = parallelism.pipeline_parallel_degree
     training = getattr(config, "training", None)
+    heads = model.layers[0].attention.n_heads
+    if heads % tensor:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree {tensor} does not divide the model's {heads} "
+            f"attention heads; use one of {fitting}"
+        )
     if training is not None and tensor > 1 and training.seq_len % (2 * tensor * context):
         parts = 2 * tensor * context
         raise ValueError(
@@ -241,6 +249,11 @@ def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
             "a configuration without MTP, or set it to 1"
         )
     schedule = parallelism.pipeline_parallel_schedule
+    if pipeline > 1:
+        try:
+            get_schedule_class(schedule)
+        except ValueError as error:
+            raise ValueError(f"parallelism.pipeline_parallel_schedule: {error}") from None
     options = getattr(config, "dsa", None) or DSAOptions()
     if options.stage == DENSE_WARMUP:
         _check_warmup(options, tensor, schedule if pipeline > 1 else None)
