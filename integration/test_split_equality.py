@@ -187,9 +187,7 @@ ZERO = [
     split("coefficient-0-ep-2", 2, 2, *OFF, ep=2),
     split("coefficient-0-cp-2", 2, 4, *OFF, cp=2),
     split("coefficient-0-tp-2", 2, 4, *OFF, tp=2),
-    split(
-        "coefficient-0-pp-2", 2, 4, *pipeline("1F1B"), *OFF, pp=2
-    ),
+    split("coefficient-0-pp-2", 2, 4, *pipeline("1F1B"), *OFF, pp=2),
 ]
 
 

@@ -28,7 +28,6 @@ from torch.distributed.tensor._op_schema import (
 )
 from torch.distributed.tensor._ops.utils import is_tensor_shardable
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_npu_strategies import attention, matmul, moe, norm_rope  # noqa: F401 - they enter
@@ -192,7 +191,9 @@ def _set(table: str, op: OpOverload, value: Any) -> None:
 
 
 def _clear_caches() -> None:
-    _clear_sharding_prop_cache()
+    # As torch.distributed.tensor.debug has it, whose import needs numpy.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
     DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
 
 
