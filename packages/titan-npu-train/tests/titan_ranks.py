@@ -13,6 +13,11 @@ from typing import Any
 
 import pytest
 
+from titan_npu_train import platform
+
+# In a rank, too, whatever its server was started with: before it imports the module of a test.
+platform.select("cpu")
+
 # Children are forked from a server that has imported torch and torchtitan once, but started no
 # threads: a fraction of spawn's start-up time, and safe where forking the test process is not.
 _context = multiprocessing.get_context("forkserver")
