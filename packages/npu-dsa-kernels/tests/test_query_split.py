@@ -140,7 +140,6 @@ def moved(rank):
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="named so from torch 2.14 on")
 def test_two_collectives_an_eighth_of_the_bytes_of_gathering_queries():
     for calls, ours, queries in run_ranks(moved, 2):
         assert calls == 2

@@ -6,13 +6,6 @@ from torch import Tensor
 
 from npu_dsa_kernels import checks
 
-# Their names from torch 2.14 on; those of before are deprecated there.
-if hasattr(dist, "all_gather_single"):
-    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    _all_gather = dist.all_gather_into_tensor  # pyrefly: ignore[deprecated]
-    _reduce_scatter = dist.reduce_scatter_tensor  # pyrefly: ignore[deprecated]
-
 # B batch, S queries, R ranks, L = S / R queries of a rank, K keys of a query, H heads of all ranks,
 # h = H / R heads of a rank, D head dim, * any further dimensions
 
@@ -69,7 +62,7 @@ class QuerySplit:
         order_S = self._order(x_BL.shape[1] * self.group.size(), x_BL.device)
         rows_LB = x_BL.detach().transpose(0, 1).contiguous()
         whole_SB = rows_LB.new_empty(order_S.numel(), *rows_LB.shape[1:])
-        _all_gather(whole_SB, rows_LB, group=self.group)
+        dist.all_gather_single(whole_SB, rows_LB, group=self.group)
         return whole_SB.index_select(0, order_S.argsort()).transpose(0, 1).contiguous()
 
     def sum_rows(self, x_BS: Tensor) -> Tensor:
@@ -80,7 +73,7 @@ class QuerySplit:
         order_S = self._order(x_BS.shape[1], x_BS.device)
         whole_SB = x_BS.detach().transpose(0, 1).index_select(0, order_S)
         rows_LB = whole_SB.new_empty(whole_SB.shape[0] // self.group.size(), *whole_SB.shape[1:])
-        _reduce_scatter(rows_LB, whole_SB, group=self.group)
+        dist.reduce_scatter_single(rows_LB, whole_SB, group=self.group)
         return rows_LB.transpose(0, 1).contiguous()
 
     def rows_of_all_heads(self, x_BSh: Tensor) -> Tensor:

@@ -11,13 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_custom_cp.balancers import HeadTail, LoadBalancer
 
-# Their names from torch 2.14 on; those of before are deprecated there.
-if hasattr(dist, "all_gather_single"):
-    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    _all_gather = dist.all_gather_into_tensor  # pyrefly: ignore[deprecated]
-    _reduce_scatter = dist.reduce_scatter_tensor  # pyrefly: ignore[deprecated]
-
 # B batch, S rows of the sequence, R ranks, L = S / R rows of a rank, H heads, D features
 
 
@@ -171,7 +164,7 @@ class _GatherSequence(torch.autograd.Function):
         ctx.save_for_backward(sent_S)
         rows = x.movedim(dim, 0).contiguous()
         whole = rows.new_empty(sent_S.numel(), *rows.shape[1:])
-        _all_gather(whole, rows, group=group)
+        dist.all_gather_single(whole, rows, group=group)
         return whole.index_select(0, natural_S).movedim(0, dim)
 
     @staticmethod
@@ -180,7 +173,7 @@ class _GatherSequence(torch.autograd.Function):
         (sent_S,) = ctx.saved_tensors
         rows = d_whole.movedim(ctx.dim, 0).index_select(0, sent_S)
         d_x = rows.new_empty(rows.shape[0] // ctx.group.size(), *rows.shape[1:])
-        _reduce_scatter(d_x, rows, group=ctx.group)
+        dist.reduce_scatter_single(d_x, rows, group=ctx.group)
         return d_x.movedim(0, ctx.dim), None, None, None, None
 
 

@@ -23,8 +23,6 @@ _BALANCERS: dict[str | None, type[LoadBalancer]] = {
     "contiguous": Contiguous,
     None: Contiguous,
 }
-
-
 _DEFAULT = "titan_custom_cp.DSAContextParallelContext"
 
 

@@ -383,7 +383,11 @@ class Attention(TitanMLA):
         key_value = (kv_BSA,) if self.form == "absorbed" else self._expand(kv_BSA)
         absorbed = {}
         if self.dense and trains_indexer and self.inner_attention.query_split is not None:
-            absorbed["absorbed"] = (self._absorb(q_BSHX), kv_BSA)
+            q_nope_BSHN, q_rope_BSHP = q_BSHX.split(
+                [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
+            )
+            q_BSHA = torch.cat([self._absorb(q_nope_BSHN), q_rope_BSHP], dim=-1)
+            absorbed["absorbed"] = (q_BSHA, kv_BSA)
         out_BSHX, kl = self.inner_attention(
             q_BSHX,
             *key_value,
@@ -428,20 +432,15 @@ class Attention(TitanMLA):
         )
         q_rope_BSHP, k_rope_BS1P = self.rope(q_rope_BSHP, k_rope_BSP.unsqueeze(2), positions_BS)
         if self.form == "absorbed":
-            w_uk_HNL, _ = self._up_projections()
-            q_nope_BSHN = torch.einsum("bshn,hnl->bshl", q_nope_BSHN, w_uk_HNL)
+            q_nope_BSHN = self._absorb(q_nope_BSHN)
         q_BSHX = torch.cat([q_nope_BSHN, q_rope_BSHP], dim=-1)
         kv_BSA = torch.cat([latent_BSL, k_rope_BS1P.squeeze(2)], dim=-1)
         return q_BSHX, kv_BSA, index
 
-    def _absorb(self, q_BSHX: torch.Tensor) -> torch.Tensor:
-        """The queries that meet the latent as these meet the keys of each head."""
-        q_nope_BSHN, q_rope_BSHP = q_BSHX.split(
-            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
-        )
+    def _absorb(self, q_nope_BSHN: torch.Tensor) -> torch.Tensor:
+        """Queries that meet the latent as these meet the keys of each head: [B, S, H, L]."""
         w_uk_HNL, _ = self._up_projections()
-        q_latent_BSHL = torch.einsum("bshn,hnl->bshl", q_nope_BSHN, w_uk_HNL)
-        return torch.cat([q_latent_BSHL, q_rope_BSHP], dim=-1)
+        return torch.einsum("bshn,hnl->bshl", q_nope_BSHN, w_uk_HNL)
 
     def _expand(self, kv_BTA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of each head."""
