@@ -49,4 +49,6 @@ def set_prefetch(root: FSDPModule, blocks: Sequence[Block], prefetch: Prefetch) 
         # Modules inside a block are kept from forward (see shard.py): only blocks are gathered.
         heads = [block[0] for block in reversed(blocks)]
         for i, owner in enumerate([root, *heads]):
-            owner.set_modules_to_backward_prefetch(heads[i : i + prefetch.backward])
+            # The first block names itself, which gathers nothing. An empty list would leave it to
+            # FSDP2, which in a pipeline gathers for another microbatch's backward, far too early.
+            owner.set_modules_to_backward_prefetch(heads[i : i + prefetch.backward] or [owner])

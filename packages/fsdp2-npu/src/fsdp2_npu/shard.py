@@ -16,11 +16,20 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2_npu.microbatch import (
+    MicrobatchReduction,
+    check_microbatch_reduction,
+    set_microbatch_reduction,
+)
 from fsdp2_npu.prefetch import Prefetch, set_prefetch
 from fsdp2_npu.reduction import needs_sum_reduction
 
 Model = TypeVar("Model", bound=nn.Module)
 Experts = Callable[[nn.Module], nn.Module | None] | Mapping[nn.Module, nn.Module]
+
+
+class FullPrecisionPolicy(MixedPrecisionPolicy):
+    """The policy of ``full_precision`` modules, a type of its own so that traces can name them."""
 
 
 def shard_model(
@@ -39,6 +48,7 @@ def shard_model(
     reshard_after_forward: bool | int | None = None,
     gradient_divide_factor: float | None = None,
     sum_reduction: bool | None = None,
+    microbatch_reduction: MicrobatchReduction = "last",
 ) -> Model:
     """Shard a model's parameters, gradients and optimizer state over data-parallel ranks.
 
@@ -46,6 +56,9 @@ def shard_model(
     over its own mesh), every ``full_precision`` module another, and what is left the root's.
     Parameters may be on the meta device; they become DTensors, in place. Apply activation
     checkpointing and compilation before this.
+
+    On CPU, which has no streams, all-gathers are issued asynchronously, so that they run beside
+    computation there too. FSDP2 waits for reduce-scatters where it issues them.
 
     Args:
         model: the model; it must be called as a whole (its root group is gathered by its forward).
@@ -78,6 +91,12 @@ def shard_model(
             tokens.
         sum_reduction: reduce gradients with sums and an explicit division, never with AVG or
             PREMUL_SUM. None finds out from the meshes' backends.
+        microbatch_reduction: what happens between the microbatches of a pipeline, or of gradient
+            accumulation. "last" is torch's way: a pipeline keeps parameters and gradients whole
+            until its last microbatch, and ``set_requires_gradient_sync(False)`` accumulates without
+            communication. "each" frees parameters and reduces gradients in each backward, whatever
+            a pipeline stage or ``set_requires_gradient_sync`` says: less memory, more
+            communication.
 
     Returns:
         The model, now an FSDPModule.
@@ -100,13 +119,16 @@ def shard_model(
         raise ValueError(
             f"gradient_divide_factor must be a positive number, got {gradient_divide_factor!r}"
         )
+    check_microbatch_reduction(microbatch_reduction)
 
     common: dict[str, Any] = {"mesh": mesh, "dp_mesh_dims": mesh_dims}
     if offload_policy is not None:
         common["offload_policy"] = offload_policy
 
-    fp32 = dataclasses.replace(
-        mp_policy, param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=None
+    fp32 = FullPrecisionPolicy(
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=mp_policy.cast_forward_inputs,
     )
     for module in full_precision:
         # Kept after forward: as groups of their own they would cost two more latencies a block.
@@ -143,7 +165,13 @@ def shard_model(
         for block in blocks
     ]
     # fully_shard made FSDPModules of them in place, which no annotation can say.
-    set_prefetch(cast(FSDPModule, model), cast(list[list[FSDPModule]], inside), prefetch)
+    root = cast(FSDPModule, model)
+    set_prefetch(root, cast(list[list[FSDPModule]], inside), prefetch)
+    if mesh.device_type == "cpu":
+        # What streams do elsewhere. set_custom_all_gather, the public way, refuses modules with two
+        # groups (dense and experts).
+        root._set_unshard_async_op(True)
+    set_microbatch_reduction(model, microbatch_reduction)
     return model
 
 
@@ -221,6 +249,7 @@ def _expert_placement(
                 f"{group.dims_argument} must name a dimension to shard experts over, got "
                 f"{group.dims}; one of size 1 will do"
             )
+        info.holds_experts = True  # for traces  # pyrefly: ignore[missing-attribute]
 
     def for_parameters(parameters: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
         def place(parameter: nn.Parameter) -> Any:
