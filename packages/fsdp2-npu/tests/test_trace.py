@@ -1,5 +1,7 @@
 """What is gathered and freed when. Ranks of a size start once; each test looks at one case."""
 
+from itertools import pairwise
+
 import pytest
 import torch.distributed as dist
 from torch import nn
@@ -136,7 +138,7 @@ def test_gathers_run_ahead_and_frees_follow_at_once(traces, case, phase):
     for trace in traces[case]:
         events = _only(trace, phase)
         order = BLOCKS if phase == "forward" else BLOCKS[::-1]
-        for before, layer in zip(order, order[1:], strict=False):
+        for before, layer in pairwise(order):
             gathers = [
                 i for i, e in enumerate(events) if (e.layer, e.kind) == (layer, "all_gather")
             ]
@@ -179,7 +181,7 @@ def test_more_blocks_are_whole_where_asked_for(traces, case, blocks):
 def test_without_prefetch_a_block_waits_for_its_own_gather(traces):
     for trace in traces["no prefetch"]:
         events = _only(trace, "forward")
-        for before, layer in zip(BLOCKS, BLOCKS[1:], strict=False):
+        for before, layer in pairwise(BLOCKS):
             end = _position(events, before, "compute", "end")
             assert _position(events, layer, "all_gather") > end
 
@@ -280,9 +282,13 @@ def test_another_fsdp2_is_refused():
 
 def _misuse(rank):
     model = _model()
-    with trace_collectives(model), pytest.raises(ValueError, match="being traced already"):
-        with trace_collectives(model):
-            pass
+    again = trace_collectives(model)
+    with (
+        trace_collectives(model),
+        pytest.raises(ValueError, match="being traced already"),
+        again,
+    ):
+        pass
     before = _inside(model)
     with pytest.raises(RuntimeError, match="of the user"), trace_collectives(model):
         raise RuntimeError("of the user")

@@ -95,8 +95,9 @@ def shard_model(
             accumulation. "last" is torch's way: a pipeline keeps parameters and gradients whole
             until its last microbatch, and ``set_requires_gradient_sync(False)`` accumulates without
             communication. "each" frees parameters and reduces gradients in each backward, whatever
-            a pipeline stage or ``set_requires_gradient_sync`` says: less memory, more
-            communication.
+            a pipeline stage asks of the model (or you, by ``set_requires_gradient_sync``): less
+            memory, more communication. Not for schedules that compute the gradients of weights
+            later than those of inputs (zero bubble, DualPipeV), when parameters are gone already.
 
     Returns:
         The model, now an FSDPModule.
