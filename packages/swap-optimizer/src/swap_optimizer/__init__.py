@@ -1,5 +1,5 @@
 from swap_optimizer.__about__ import __version__
-from swap_optimizer.optimizer import Stats, StepError, SwapOptimizer
-from swap_optimizer.swapfile import SwapFileError
+from swap_optimizer.errors import StepError, SwapFileError
+from swap_optimizer.optimizer import Stats, SwapOptimizer
 
 __all__ = ["Stats", "StepError", "SwapFileError", "SwapOptimizer", "__version__"]

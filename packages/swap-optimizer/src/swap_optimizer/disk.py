@@ -1,6 +1,7 @@
 """Storage in a file, with a thread that reads ahead and one that writes behind."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 
 from swap_optimizer.layout import Entry, Slice
-from swap_optimizer.storage import Slot, Storage, as_bytes
+from swap_optimizer.storage import Slot, Storage, as_bytes, tensors_in
 from swap_optimizer.streams import NoStreams, Streams
-from swap_optimizer.swapfile import Region, SwapFile
+from swap_optimizer.swapfile import PAGE, Region, SwapFile
 
 # Between an accelerator and the file, bytes pass through pinned memory of this size.
 BOUNCE = 16 << 20
@@ -24,13 +25,19 @@ class DiskStorage(Storage):
     """
 
     def __init__(
-        self, device: torch.device, streams: Streams, folder: Path | None, reserve: int
+        self,
+        device: torch.device,
+        streams: Streams,
+        folder: Path | None,
+        nbytes: int,
+        slices: int,
     ) -> None:
         super().__init__(device, streams)
-        self.file = SwapFile(folder, reserve)
+        # Each slice may end within a page.
+        self.file = SwapFile(folder, reserve=nbytes + slices * PAGE if nbytes else 0)
         self.regions: dict[int, Region] = {}
         self.held: dict[int, Tensor] = {}
-        self.errors: list[OSError] = []
+        self._failures: list[OSError] = []
         self._reader = ThreadPoolExecutor(1, "swap-optimizer-read")
         self._writer = ThreadPoolExecutor(1, "swap-optimizer-write")
         self._bounces: dict[str, Tensor] = {}
@@ -76,9 +83,7 @@ class DiskStorage(Storage):
         slot.own = []
         self.times.add("waited", time.perf_counter() - start)
 
-    def offload(
-        self, s: Slice, slot: Slot, pieces: dict[Entry, Tensor] | None, anew: bool
-    ) -> None:
+    def offload(self, s: Slice, slot: Slot, pieces: dict[Entry, Tensor] | None, anew: bool) -> None:
         if anew:
             self._forget(s)
         if not s.nbytes:
@@ -87,7 +92,7 @@ class DiskStorage(Storage):
             try:
                 self.regions[s.index] = self.file.allocate(s.nbytes)
             except OSError as error:
-                self.errors.append(error)
+                self._failures.append(error)
         updated = self.streams.record(self.streams.current())
         slot.offloaded = self._writer.submit(self._write, s, slot, pieces, updated)
 
@@ -110,7 +115,7 @@ class DiskStorage(Storage):
             self.held.pop(s.index, None)
         except OSError as error:
             if s.index in self.regions:
-                self.errors.append(error)
+                self._failures.append(error)
             self._hold(s, slot, parts)
         self.times.add("offload", time.perf_counter() - start)
 
@@ -145,11 +150,8 @@ class DiskStorage(Storage):
             self.file.free(region)
 
     def finish(self) -> list[BaseException]:
-        errors: list[BaseException] = []
-        for slot in self.slots:
-            for future in (slot.loaded, slot.offloaded):
-                if future is not None and (error := future.exception()) is not None:
-                    errors.append(error)
+        futures = [f for slot in self.slots for f in (slot.loaded, slot.offloaded) if f is not None]
+        errors = [error for f in futures if (error := f.exception()) is not None]
         self.slots = []
         self._bounces.clear()
         return errors
@@ -159,14 +161,20 @@ class DiskStorage(Storage):
     def check(self) -> None:
         self.file.check()
 
-    def bytes_of(self, s: Slice) -> Tensor:
-        if s.index in self.held:
-            return self.held[s.index]
-        return self.file.show(self.regions[s.index])
+    def show(self, s: Slice, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
+        if not entries:
+            return {}
+        held = self.held.get(s.index)
+        buffer = self.file.show(self.regions[s.index]) if held is None else held
+        return tensors_in(buffer, entries)
 
     @property
     def storage_bytes(self) -> int:
         return self.file.nbytes
+
+    def failures(self) -> list[OSError]:
+        failures, self._failures = self._failures, []
+        return failures
 
     @property
     def held_bytes(self) -> int:

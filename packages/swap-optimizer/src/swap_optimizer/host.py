@@ -1,12 +1,14 @@
 """Storage in host memory: pinned where there is an accelerator."""
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from swap_optimizer.layout import Entry, Slice
-from swap_optimizer.storage import Slot, Storage
+from swap_optimizer.storage import Slot, Storage, tensors_in
 from swap_optimizer.streams import Streams
 
 # A slice is moved in pieces of this size, so that the next slice comes in where the last one has
@@ -24,7 +26,7 @@ class HostStorage(Storage):
     def __init__(self, device: torch.device, streams: Streams) -> None:
         super().__init__(device, streams)
         self.buffers: dict[int, Tensor] = {}
-        self._offloaded: dict[int, object] = {}
+        self._offloaded: dict[int, Any] = {}
 
     def load(self, s: Slice, fresh: bool = False) -> Slot:
         slot = self.next_slot()
@@ -56,9 +58,7 @@ class HostStorage(Storage):
             slot.own = []  # after the wait: what is computed next may get this memory
         self.times.events.append(("waited", before, streams.record(current)))
 
-    def offload(
-        self, s: Slice, slot: Slot, pieces: dict[Entry, Tensor] | None, anew: bool
-    ) -> None:
+    def offload(self, s: Slice, slot: Slot, pieces: dict[Entry, Tensor] | None, anew: bool) -> None:
         if anew:
             self.buffers.pop(s.index, None)
         if not s.nbytes:
@@ -92,9 +92,11 @@ class HostStorage(Storage):
     def check(self) -> None:
         pass
 
-    def bytes_of(self, s: Slice) -> Tensor:
+    def show(self, s: Slice, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
+        if not entries:
+            return {}
         self.streams.synchronize(self._offloaded.get(s.index))
-        return self.buffers[s.index]
+        return tensors_in(self.buffers[s.index], entries)
 
     @property
     def storage_bytes(self) -> int:

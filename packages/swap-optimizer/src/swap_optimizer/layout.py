@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 # What device allocators align to. Kernels take their vectorized paths on such addresses.
 ALIGNMENT = 512
@@ -91,16 +92,15 @@ class Layout:
             values: dict[str, Any] = {}
             for key, value in state.get(param, {}).items():
                 if is_swapped(key, value):
-                    values[key] = layout._place(i, key, value)
-                else:
-                    values[key] = value
+                    spec = value._spec if isinstance(value, DTensor) else None
+                    value = layout.place(i, key, local(value), spec)
+                values[key] = value
             layout.values.append(values)
         return layout
 
-    def _place(self, i: int, key: str, value: Tensor) -> Entry:
-        x = local(value)
-        spec = value._spec if isinstance(value, DTensor) else None
-        entry = Entry(i, key, self.nbytes, x.shape, dense_stride(x), x.dtype, spec)
+    def place(self, param: int, key: str, x: Tensor, spec: Any) -> Entry:
+        """The next place in the buffer, for a local tensor."""
+        entry = Entry(param, key, self.nbytes, x.shape, dense_stride(x), x.dtype, spec)
         self.nbytes += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         return entry
 
@@ -180,7 +180,7 @@ def _is_fake(x: Tensor) -> bool:
 
 
 def _inside(value: Any) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

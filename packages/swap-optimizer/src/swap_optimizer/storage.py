@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from swap_optimizer.layout import Entry, Layout, Slice, State, dense_stride, local
 from swap_optimizer.streams import Streams
+from swap_optimizer.wrapped import bare_step
 
 
 @dataclass(eq=False)
@@ -54,8 +56,8 @@ class Times:
 class Storage(ABC):
     """Moves slices between the storage and two slots of the device.
 
-    A step is: `begin`; for each slice `load` (as early as possible), `ready`, the update, `offload`;
-    `finish`, whatever happened.
+    A step is `begin`; then for each slice `load` (as early as possible), `ready`, `update` and
+    `store`; then `finish`, whatever happened.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
@@ -130,36 +132,44 @@ class Storage(ABC):
                     place.copy_(local(tensor))
             self.offload(s, slot, None, anew)
         else:
-            own = {id(tensor) for tensor in tensors.values()} - {id(view) for view in given.values()}
+            views = {id(view) for view in given.values()}
             pieces = {e: _as_laid_out(e, local(x)) for e, x in tensors.items()}
-            slot.own = [x for e, x in pieces.items() if id(tensors[e]) in own]
+            slot.own = [x for e, x in pieces.items() if id(tensors[e]) not in views]
             self.measure()
             self.offload(s, slot, pieces, anew)
 
     @abstractmethod
-    def offload(
-        self, s: Slice, slot: Slot, pieces: dict[Entry, Tensor] | None, anew: bool
-    ) -> None:
+    def offload(self, s: Slice, slot: Slot, pieces: dict[Entry, Tensor] | None, anew: bool) -> None:
         """Start to write a slot's buffer, or the `pieces` of a slice; `anew`: to a new place."""
 
     @abstractmethod
     def finish(self) -> list[BaseException]:
         """End a step: give the slots back. Returns what went wrong in the background."""
 
+    def update(self, optimizer: Optimizer) -> None:
+        """The wrapped optimizer's step, on the slice that it now has."""
+        start = self.streams.record(self.streams.current())
+        bare_step(optimizer)(optimizer)
+        self.times.events.append(("update", start, self.streams.record(self.streams.current())))
+
     # --- between steps ---------------------------------------------------------------------------
 
     @abstractmethod
     def check(self) -> None:
-        """Raise if a step or a read could not find what it needs. Changes nothing."""
+        """Raise SwapFileError if a step could not find what it needs. Changes nothing."""
 
     @abstractmethod
-    def bytes_of(self, s: Slice) -> Tensor:
-        """The slice's bytes in the storage, where the host can read and write them, no copy."""
+    def show(self, s: Slice, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
+        """State tensors of a slice, on the host, for reading and writing."""
 
     @property
     @abstractmethod
     def storage_bytes(self) -> int:
         """Bytes that the storage takes."""
+
+    def failures(self) -> list[OSError]:
+        """What could not be written since this was asked for last."""
+        return []
 
     @property
     def held_bytes(self) -> int:
@@ -172,6 +182,18 @@ class Storage(ABC):
 
 def _as_laid_out(entry: Entry, x: Tensor) -> Tensor:
     return x if x.stride() == entry.stride or x.numel() == 0 else x.contiguous()
+
+
+def tensors_in(buffer: Tensor, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
+    """The state tensors in a buffer, each with a storage of its own size.
+
+    What is saved of such a tensor is it alone, not the slice.
+    """
+    tensors = {}
+    for e in entries:
+        part = buffer.untyped_storage()[e.offset : e.offset + e.nbytes]
+        tensors[e] = e.wrap(torch.empty(0, dtype=e.dtype).set_(part, 0, e.shape, e.stride))
+    return tensors
 
 
 def as_bytes(x: Tensor) -> Tensor:

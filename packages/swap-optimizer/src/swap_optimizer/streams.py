@@ -1,7 +1,6 @@
 """Two extra streams of a device, or their absence, behind the few calls that the storages need."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.load = torch.Stream(device)
-        self.offload = torch.Stream(device)
+        self.load: Any = torch.Stream(device)
+        self.offload: Any = torch.Stream(device)
 
     def current(self) -> Any:
         """The stream on which the optimizer computes."""
@@ -56,24 +55,25 @@ class DeviceStreams:
 class NoStreams:
     """A CPU: every copy is over when the call returns, and an event is its time."""
 
-    load = offload = None
+    load: Any = None
+    offload: Any = None
 
     def current(self) -> None:
         return None
 
-    def record(self, stream: None) -> float:
+    def record(self, stream: Any) -> float:
         return time.perf_counter()
 
-    def wait(self, stream: None, event: float | None) -> None:
+    def wait(self, stream: Any, event: Any) -> None:
         pass
 
-    def copy(self, stream: None, target: Tensor, source: Tensor) -> None:
+    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def keep_until_done(self, stream: None, x: Tensor) -> None:
+    def keep_until_done(self, stream: Any, x: Tensor) -> None:
         pass
 
-    def synchronize(self, event: float | None) -> None:
+    def synchronize(self, event: Any) -> None:
         pass
 
     def seconds(self, start: float, end: float) -> float:
@@ -81,7 +81,6 @@ class NoStreams:
 
 
 Streams = DeviceStreams | NoStreams
-StreamsOf = Callable[[torch.device], Streams]
 
 
 def streams_of(device: torch.device) -> Streams:

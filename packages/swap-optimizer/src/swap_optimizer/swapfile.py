@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swap_optimizer.errors import SwapFileError
+
 MAGIC = b"swap-optimizer 1\n"
 PAGE = mmap.ALLOCATIONGRANULARITY
 HEADER = PAGE
@@ -28,10 +30,6 @@ HEADER = PAGE
 TRIM_SECONDS = 0.005
 # read and write take at most 2 GiB less a page at once.
 MOST_AT_ONCE = 1 << 30
-
-
-class SwapFileError(RuntimeError):
-    """The swap file cannot be used; the message says what happened to the step."""
 
 
 @dataclass(eq=False)
@@ -162,7 +160,7 @@ class SwapFile:
                 "the state in it is lost. Resume from a checkpoint"
             )
         try:
-            there = _identity(os.stat(self.path))
+            there = _identity(self.path.stat())
         except OSError as error:
             raise SwapFileError(
                 f"the swap file {self.path} has vanished ({error.strerror}). "
@@ -234,16 +232,16 @@ def memory_of(x: Tensor) -> memoryview:
 
 def _trim(maps: dict[Region, "weakref.ref[mmap.mmap]"]) -> None:
     """Unmap pages for as long as there are maps. The data stays in the file."""
-    alive = True
-    while alive:
-        alive = False
-        for reference in list(maps.values()):
-            found = reference()
-            if found is not None:
-                alive = True
-                found.madvise(mmap.MADV_DONTNEED)
-        del found
+    while sum(_unmap_pages(reference) for reference in list(maps.values())):
         time.sleep(TRIM_SECONDS)
+
+
+def _unmap_pages(reference: "weakref.ref[mmap.mmap]") -> bool:
+    found = reference()
+    if found is None:
+        return False
+    found.madvise(mmap.MADV_DONTNEED)
+    return True
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -298,7 +296,7 @@ def _take(path: Path, fd: int) -> bool | None:
             "give each run a path of its own"
         ) from error
     try:
-        if _identity(os.stat(path)) != _identity(status):
+        if _identity(path.stat()) != _identity(status):
             return False
     except FileNotFoundError:
         return False
@@ -318,13 +316,11 @@ def _owner(header: bytes) -> dict | None:
         return None
 
 
-def _remove(
-    fd: int, path: Path, inode: tuple[int, int], folder: Path | None, owner: int
-) -> None:
+def _remove(fd: int, path: Path, inode: tuple[int, int], folder: Path | None, owner: int) -> None:
     if os.getpid() == owner:  # not in a process forked from it
         with contextlib.suppress(OSError):
-            if _identity(os.stat(path)) == inode:
-                os.unlink(path)
+            if _identity(path.stat()) == inode:
+                path.unlink()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
     os.close(fd)
