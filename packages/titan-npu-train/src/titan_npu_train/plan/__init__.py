@@ -1,0 +1,1 @@
+"""What a run will need of every device, before it starts."""
