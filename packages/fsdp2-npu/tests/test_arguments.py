@@ -3,7 +3,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2_npu import needs_sum_reduction, shard_model
+from fsdp2_npu import Prefetch, needs_sum_reduction, shard_model
 from toy import build
 
 
@@ -115,6 +115,21 @@ def test_gradient_divide_factor(model, mesh, value):
         model,
         mesh,
         gradient_divide_factor=value,
+    )
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None])
+def test_prefetch(value):
+    with pytest.raises(ValueError, match=r"Prefetch\.backward is a number of blocks"):
+        Prefetch(backward=value)
+
+
+def test_microbatch_reduction(model, mesh):
+    refused(
+        "microbatch_reduction must be 'last' or 'each', got 'never'",
+        model,
+        mesh,
+        microbatch_reduction="never",
     )
 
 

@@ -75,13 +75,43 @@ def _model(shape=None, experts=False, ac=None, reshard=True, prefetch=Prefetch()
     return model
 
 
+class _Waits:
+    """An all-gather that says when it is waited for."""
+
+    def __init__(self, comm, layer, log):
+        self.comm, self.layer, self.log = comm, layer, log
+        self.allocate = comm.allocate
+
+    def __call__(self, *args, **kwargs):
+        work = self.comm(*args, **kwargs)
+        if work is None:  # it has waited already
+            self.log.append(f"wait {self.layer}")
+        return work and _Work(work, self)
+
+
+class _Work(dist.Work):
+    def __init__(self, work, comm):
+        super().__init__()
+        self.work, self.comm = work, comm
+
+    def wait(self, *args):
+        self.comm.log.append(f"wait {self.comm.layer}")
+        return self.work.wait(*args)
+
+
 def _trace(accumulate=False, **options):
     model = _model(**options)
+    log = []
+    for i, layer in enumerate(model.layers):
+        for group in layer._get_fsdp_state()._fsdp_param_groups:
+            group._all_gather_comm = _Waits(group._all_gather_comm, f"layers.{i}", log)
     loss_of(model, batch(1), LENGTH).backward()
     before = _inside(model)
     with trace_collectives(model) as events:
         for i, layer in enumerate(model.layers):
             layer.at_sync = lambda i=i: events.append(f"sync layers.{i}")
+            for group in layer._get_fsdp_state()._fsdp_param_groups:
+                group._all_gather_comm.log = events
         if accumulate:
             model.set_requires_gradient_sync(False)
             loss_of(model, batch(1), LENGTH).backward()
@@ -90,6 +120,8 @@ def _trace(accumulate=False, **options):
         loss_of(model, batch(1), LENGTH).backward()
     for layer in model.layers:
         layer.at_sync = lambda: None
+        for group in layer._get_fsdp_state()._fsdp_param_groups:
+            group._all_gather_comm.log = []
     assert _inside(model) == before, "a closed trace leaves something behind"
     length = len(events)
     loss_of(model, batch(1), LENGTH).backward()
@@ -114,7 +146,11 @@ def _only(events, phase):
 
 
 def _position(events, layer, kind, edge="", last=False):
-    found = [i for i, e in enumerate(events) if (e.layer, e.kind, e.edge) == (layer, kind, edge)]
+    found = [
+        i
+        for i, e in enumerate(events)
+        if isinstance(e, Event) and (e.layer, e.kind, e.edge) == (layer, kind, edge)
+    ]
     return found[-1 if last else 0]
 
 
@@ -132,13 +168,16 @@ def _alive(events, kinds=("dense", "expert")):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", IN_TURN)
+@pytest.mark.parametrize("case", [*IN_TURN, "two ahead"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_gathers_run_ahead_and_frees_follow_at_once(traces, case, phase):
+    depth = 2 if case == "two ahead" else 1
     for trace in traces[case]:
         events = _only(trace, phase)
         order = BLOCKS if phase == "forward" else BLOCKS[::-1]
-        for before, layer in pairwise(order):
+        gathered = [e.layer for e in events if e.kind == "all_gather" and e.layer in order]
+        assert list(dict.fromkeys(gathered)) == order
+        for before, layer in zip(order, order[depth:], strict=False):
             gathers = [
                 i for i, e in enumerate(events) if (e.layer, e.kind) == (layer, "all_gather")
             ]
@@ -205,6 +244,22 @@ def test_a_host_sync_inside_a_block_delays_no_gather(traces, case, ahead):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", IN_TURN)
+def test_gathers_are_waited_for_when_their_block_begins(traces, case):
+    """Also on CPU, where FSDP2 by itself would wait where it issues them."""
+    for trace in traces[case]:
+        for i in range(1, LAYERS):
+            waits = [j for j, e in enumerate(trace) if e == f"wait layers.{i}"]
+            assert len(waits) == (4 if case.startswith("experts") else 2)  # forward and backward
+            assert waits[0] > trace.index(f"sync layers.{i - 1}")
+            end = _position(trace, f"layers.{i - 1}", "compute", "end")
+            assert waits[0] > end
+            # In backward after the block that follows in the model.
+            following = BLOCKS[BLOCKS.index(f"layers.{i}") + 1]
+            assert waits[-1] > _position(trace, following, "compute", "end", last=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", IN_TURN)
 def test_full_precision_modules_are_gathered_once_and_kept(traces, case):
     for trace in traces[case]:
         events = [e for e in trace if isinstance(e, Event) and e.group == "full_precision"]
@@ -218,6 +273,14 @@ def test_full_precision_modules_are_gathered_once_and_kept(traces, case):
             assert own[0].bytes == own[1].bytes == 2 * DIM * 4
         whole = [sum(now.values()) for now in _alive(trace, ("full_precision",))]
         assert max(whole) == LAYERS * 2 * DIM * 4
+
+
+@pytest.mark.distributed
+def test_a_group_inside_a_block_is_gathered_right_after_it(traces):
+    for trace in traces["plain"]:
+        gathers = [e.layer for e in _only(trace, "forward") if e.kind == "all_gather"]
+        for i, scorer in enumerate(SCORERS):
+            assert gathers.index(scorer) == gathers.index(f"layers.{i}") + 1
 
 
 @pytest.mark.distributed
