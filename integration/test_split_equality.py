@@ -64,6 +64,7 @@ NO_SP = "--parallelism.no-enable_sequence_parallel"
 CONTIGUOUS = ("--parallelism.context_parallel_load_balancer", "contiguous")
 OWN_CONTEXT = ("--context_parallel.context", "own_context.OwnContext")
 UNABSORBED = ("--dsa.form", "unabsorbed")
+EACH = ("--fsdp.pipeline_reduction", "each")
 
 SPLITS = [
     split("accumulation-2", 1, 2),
@@ -90,6 +91,7 @@ SPLITS = [
     split("pp-2-1f1b-ac-full-accumulation-2", 2, 2, *pipeline("1F1B"), FULL, pp=2),
     split("pp-2-interleaved-ac-selective", 2, 4, *pipeline("Interleaved1F1B"), SELECTIVE, pp=2),
     split("pp-2-interleaved-ac-full", 2, 4, *pipeline("Interleaved1F1B"), FULL, pp=2),
+    split("pp-2-1f1b-reduction-each", 2, 4, *pipeline("1F1B"), *EACH, pp=2),
     split("pp-2-zbv", 2, 4, *pipeline("ZBVZeroBubble"), pp=2),
     split("mtp-ep-2-ac-full", 2, 1, FULL, config=MTP, ep=2),
     split("mtp-cp-2", 2, 4, config=MTP, cp=2),
@@ -100,6 +102,13 @@ SPLITS = [
     split("cp-4", 4, 4, cp=4),
     split("cp-2-tp-2-ep-4-ac-full", 4, 2, FULL, cp=2, tp=2, ep=4),
     split("pp-2-tp-2", 4, 4, *pipeline("1F1B"), pp=2, tp=2),
+    split(
+        "pp-2-ep-2-fsdp-2-reduction-each",
+        *(4, 2, *pipeline("Interleaved1F1B"), *EACH, FULL),
+        pp=2,
+        ep=2,
+        fsdp=2,
+    ),
     split("mtp-cp-2-tp-2-ep-2", 4, 4, config=MTP, cp=2, tp=2, ep=2),
     split("pp-2-tp-2-ep-2-fsdp-2", 8, 2, *pipeline("1F1B"), FULL, pp=2, tp=2, ep=2, fsdp=2),
     split("fsdp-2-tp-2-cp-2-ep-4", 8, 2, FULL, fsdp=2, tp=2, cp=2, ep=4),

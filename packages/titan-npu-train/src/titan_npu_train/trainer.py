@@ -23,6 +23,7 @@ from titan_npu_train.deepseek_v32.model import SPLIT_BACKWARD_SCHEDULES, DeepSee
 from titan_npu_train.deepseek_v32.mtp import shifted_labels, shifted_tokens
 from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, DSAOptions
 from titan_npu_train.deepseek_v32.warmup import groups_of_indexers
+from titan_npu_train.fsdp import FSDPOptions
 from titan_npu_train.gradients import clip_grad_norm
 from titan_npu_train.metrics import MetricsProcessor
 
@@ -43,6 +44,7 @@ class Trainer(TitanTrainer):
         metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
         dsa: DSAOptions = field(default_factory=DSAOptions)
         context_parallel: ContextParallelOptions = field(default_factory=ContextParallelOptions)
+        fsdp: FSDPOptions = field(default_factory=FSDPOptions)
 
     config: Config
     metrics_processor: MetricsProcessor
@@ -70,6 +72,7 @@ class Trainer(TitanTrainer):
         spec = config.model_spec
         if spec is not None and not isinstance(spec.model, DeepSeekV32Model.Config):
             config.context_parallel.refuse_if_set("this model has torchtitan's context parallelism")
+            config.fsdp.refuse_if_set("this model has torchtitan's FSDP")
         if parallelism.spmd_backend != "spmd_types":
             # Where DTensor decides what is sharded how: matrix products stay where they are.
             self._strategies = dtensor_npu_strategies.register()

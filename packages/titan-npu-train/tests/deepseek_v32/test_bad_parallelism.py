@@ -65,6 +65,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"schedule ZBVZeroBubble .*activation_checkpoint:none, or 1F1B",
     ),
+    "split backward with parameters freed": (
+        {
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_schedule": "ZBVZeroBubble",
+            "activation_checkpoint": None,
+            "pipeline_reduction": "each",
+        },
+        r"schedule ZBVZeroBubble .*fsdp.pipeline_reduction 'each' .*use 'last', or 1F1B",
+    ),
     "unknown schedule": (
         {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "2F2B"},
         r"parallelism.pipeline_parallel_schedule: .*2F2B",
@@ -98,7 +107,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 def config_with(name: str = "deepseek_v32_debugmodel", **settings: Any):
     config = getattr(config_registry, name)()
-    sections = (config.parallelism, config.training, config.dsa, config.context_parallel, config)
+    options = (config.dsa, config.context_parallel, config.fsdp)
+    sections = (config.parallelism, config.training, *options, config)
     for section in sections:
         for key in [k for k in settings if hasattr(section, k)]:
             setattr(section, key, settings.pop(key))

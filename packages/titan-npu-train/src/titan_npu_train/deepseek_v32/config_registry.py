@@ -20,6 +20,7 @@ from titan_npu_train.data import PackedTextDataLoader
 from titan_npu_train.deepseek_v32 import DeepSeekV32Model, model_registry
 from titan_npu_train.deepseek_v32.mtp import MTPLoss
 from titan_npu_train.deepseek_v32.options import DENSE_WARMUP
+from titan_npu_train.fsdp import FSDPOptions
 from titan_npu_train.metrics import MetricsProcessor
 from titan_npu_train.trainer import Trainer
 
@@ -155,9 +156,10 @@ def _671b(
     seq_len: int,
     local_batch_size: int = 1,
     n_mtp_layers: int | None = None,
+    fsdp: FSDPOptions | None = None,
 ) -> Trainer.Config:
     """The 671B model on 128 dies, with the published run's optimizer and precision."""
-    return _config(
+    config = _config(
         "671B",
         n_mtp_layers=n_mtp_layers,
         optimizer=default_adamw(lr=1e-5, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01),
@@ -173,6 +175,8 @@ def _671b(
         parallelism=parallelism,
         activation_checkpoint=FullAC.Config(),
     )
+    config.fsdp = fsdp or FSDPOptions()
+    return config
 
 
 def deepseek_v32_671b_4k_128die() -> Trainer.Config:
@@ -220,4 +224,5 @@ def deepseek_v32_671b_32k_128die_pp2() -> Trainer.Config:
         seq_len=32768,
         local_batch_size=16,
         n_mtp_layers=0,
+        fsdp=FSDPOptions(pipeline_reduction="each"),
     )

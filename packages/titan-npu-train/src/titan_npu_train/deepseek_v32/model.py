@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from titan_npu_train.deepseek_v32.mtp import shifted_tokens
 from titan_npu_train.deepseek_v32.options import DENSE_WARMUP, SPARSE, DSAOptions, Stage
 from titan_npu_train.deepseek_v32.sharding import set_dsa_sharding_config
 from titan_npu_train.deepseek_v32.warmup import freeze_backbone
+from titan_npu_train.fsdp import FSDPOptions
 
 __all__ = ["SPLIT_BACKWARD_SCHEDULES", "DeepSeekV32Model"]
 
@@ -38,6 +39,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
     class Config(DeepSeekV3Model.Config):
         stage: Stage = SPARSE
         """See :class:`.options.DSAOptions`, which sets it."""
+        fsdp: FSDPOptions = field(default_factory=FSDPOptions)
 
         def update_from_config(self, *, config, **kwargs) -> None:
             _check_parallelism(self, config)
@@ -57,6 +59,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
             set_deepseek_v3_sharding_config(self, **plan)
             options = getattr(config, "dsa", None) or DSAOptions()
             self.stage = options.stage
+            self.fsdp = getattr(config, "fsdp", None) or FSDPOptions()
             for layer in [*self.layers, *self.mtp_layers]:
                 attention = layer.attention
                 attention.apply_options(options)
@@ -257,6 +260,13 @@ def _check_parallelism(model: DeepSeekV32Model.Config, config) -> None:
     options = getattr(config, "dsa", None) or DSAOptions()
     if options.stage == DENSE_WARMUP:
         _check_warmup(options, tensor, schedule if pipeline > 1 else None)
+    fsdp = getattr(config, "fsdp", None) or FSDPOptions()
+    if pipeline > 1 and schedule in SPLIT_BACKWARD_SCHEDULES and fsdp.pipeline_reduction == "each":
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule {schedule} computes the gradients of weights "
+            "after those of inputs, when fsdp.pipeline_reduction 'each' has freed the parameters "
+            "already: use 'last', or 1F1B or Interleaved1F1B"
+        )
     checkpointing = getattr(config, "activation_checkpoint", None)
     if pipeline > 1 and schedule in SPLIT_BACKWARD_SCHEDULES and checkpointing is not None:
         raise ValueError(

@@ -154,11 +154,14 @@ def _apply_fsdp(
     blocks += _blocks(model)
     if model.norm is not None and model.lm_head is not None:
         blocks.append([model.norm, model.lm_head])
+    options = model.config.fsdp
+    kept_for_all_microbatches = parallel_dims.pp_enabled and options.pipeline_reduction == "last"
     reshard = {
         "always": True,
         "never": False,
-        # Under a pipeline, freeing between microbatches would gather once for each of them.
-        "default": False if parallel_dims.pp_enabled else None,
+        # Where a pipeline keeps parameters between microbatches, freeing them in between would
+        # gather once for each of them.
+        "default": False if kept_for_all_microbatches else None,
     }[parallelism.fsdp_reshard_after_forward]
     shard_model(
         model,
@@ -182,6 +185,8 @@ def _apply_fsdp(
         reshard_after_forward=reshard,
         # The loss is already divided by the global number of tokens.
         gradient_divide_factor=1.0,
+        prefetch=options.prefetch(),
+        microbatch_reduction=options.pipeline_reduction if parallel_dims.pp_enabled else "last",
     )
 
 
