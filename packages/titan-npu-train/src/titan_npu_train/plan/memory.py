@@ -7,10 +7,9 @@ The parts of an estimate are those of one moment, the one with the largest sum.
 """
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -169,48 +168,35 @@ def _communicators(plan: Layout) -> set[str]:
     return groups if plan.world > 1 else set()
 
 
+class _GroupSizes:
+    """Bytes of the parameters of one FSDP group: on one rank, gathered, and of their gradients."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        whole = {p: p.padded_numel(rank) * group.ranks for p in group.parameters}
+        trained = [p for p in group.parameters if p.trained]
+        self.keeps = group.keeps
+        self.gathered = sum(whole.values()) * group.param_dtype.itemsize
+        # Gathered into one buffer, and copied out; alone, there is nothing to gather.
+        self.buffer = self.gathered if group.ranks > 1 else 0
+        self.gradients = sum(whole[p] for p in trained) * group.param_dtype.itemsize
+        self.accumulated = sum(whole[p] for p in trained) * group.reduce_dtype.itemsize
+        self.reduced = sum(p.storage_bytes(rank) for p in trained)
+        # One rank alone divides into a buffer more before it copies.
+        self.divided = self.accumulated if group.ranks == 1 else 0
+
+
 class _Sizes:
-    """Bytes of one block on one rank, whole and sharded."""
+    """Bytes of the groups of one block."""
 
     def __init__(self, block: Block, rank: int) -> None:
         self.block = block
-        self.gathered = sum(_gathered(g, rank) for g in block.groups if not g.keeps)
-        self.kept = sum(_gathered(g, rank) for g in block.groups if g.keeps)
-        # Gathered into one buffer a group, and copied out; alone, there is nothing to gather.
-        self.buffers = [_gathered(g, rank) for g in block.groups if not g.keeps and g.ranks > 1]
-        self.gradients = sum(_gradients(g, rank, g.param_dtype) for g in block.groups)
-        self.reduced = sum(
-            p.storage_bytes(rank) for g in block.groups for p in g.parameters if p.trained
-        )
-        self.accumulated = sum(
-            _gradients(g, rank, g.reduce_dtype) for g in block.groups if g.parameters
-        )
-        self.converts = any(g.param_dtype != g.reduce_dtype for g in block.groups if not g.keeps)
-        self.scatter_input = sum(
-            _whole(p, g, rank) * g.reduce_dtype.itemsize
-            for g in block.groups
-            for p in g.parameters
-            if p.trained
-        )
-        # One rank alone divides into another buffer before it copies.
-        self.scatter_alone = sum(
-            _whole(p, g, rank) * g.reduce_dtype.itemsize
-            for g in block.groups
-            for p in g.parameters
-            if p.trained and g.ranks == 1
-        )
-
-
-def _whole(parameter: Parameter, group: Group, rank: int) -> int:
-    return parameter.padded_numel(rank) * group.ranks
-
-
-def _gathered(group: Group, rank: int) -> int:
-    return sum(_whole(p, group, rank) for p in group.parameters) * group.param_dtype.itemsize
-
-
-def _gradients(group: Group, rank: int, dtype: torch.dtype) -> int:
-    return sum(_whole(p, group, rank) for p in group.parameters if p.trained) * dtype.itemsize
+        self.groups = [_GroupSizes(g, rank) for g in block.groups]
+        self.gathered = sum(g.gathered for g in self.groups if not g.keeps)
+        self.kept = sum(g.gathered for g in self.groups if g.keeps)
+        self.buffers = [g.buffer for g in self.groups if not g.keeps]
+        self.gradients = sum(g.gradients for g in self.groups)
+        self.accumulated = sum(g.accumulated for g in self.groups)
+        self.reduced = sum(g.reduced for g in self.groups)
 
 
 class _Running:
@@ -252,6 +238,8 @@ class _Replay:
         self.held = 0  # the last gathered buffer, until the next is waited for
         self.scattering = 0  # the last reduction's input, until the next begins
         self.stages = {i: self._blocks_of(i) for i in plan.stages_of[pipeline_rank]}
+        self.crowdable: Counter[int] = Counter()
+        """How often a block is under way that would keep so many bytes more."""
 
     def _blocks_of(self, stage: int) -> list[_Running]:
         blocks = self.plan.stages[stage].blocks
@@ -412,23 +400,18 @@ class _Replay:
 
     def _reduce(self, block: _Running) -> None:
         """Of gradients that ``gathered`` has."""
-        sizes = block.sizes
         self.live["gathered"] -= self.scattering
-        self.scattering = sizes.scatter_input
-        self.live["gathered"] += self.scattering
-        self._record("gradients are copied to be reduced")
-        self.live["gathered"] -= sizes.accumulated if block.accumulates else sizes.gradients
-        block.accumulates = False
-        had = block.has_gradients
-        self._has_reduced(block)
-        if had:  # added to what is there
-            self.live["gathered"] += sizes.reduced + sizes.scatter_alone
-            self._record("gradients are reduced")
-            self.live["gathered"] -= sizes.reduced + sizes.scatter_alone
-        else:
-            self.live["gathered"] += sizes.scatter_alone
-            self._record("gradients are reduced")
-            self.live["gathered"] -= sizes.scatter_alone
+        self.scattering = 0
+        for group in reversed(block.sizes.groups):
+            self.live["gathered"] += group.accumulated
+            self.scattering += group.accumulated
+            self._record("gradients are copied to be reduced")
+            self.live["gathered"] -= group.accumulated if block.accumulates else group.gradients
+            # Added to what is there, if there is any.
+            beside = group.divided + (group.reduced if block.has_gradients else 0)
+            self.live["gradients"] += 0 if block.has_gradients else group.reduced
+            self._record("gradients are reduced", gathered=beside)
+        block.accumulates, block.has_gradients = False, True
 
     def _has_reduced(self, block: _Running) -> None:
         if not block.has_gradients:
@@ -458,6 +441,7 @@ class _Replay:
                 moe_imbalance=block.crowded.forward - block.need.forward,
             )
             self.live["activations"] += block.need.saved
+            self.crowdable[block.crowded.saved - block.need.saved] += 1
             if block.frees:
                 self._free(block)
 
@@ -465,18 +449,15 @@ class _Replay:
         """The loss, and as much of its backward as comes before that of the last layer."""
         sizes = head.sizes
         waiting = sizes.gradients
-        if self.chunked and sizes.converts:
+        if self.chunked:  # the gradients of chunks are added up as they will be reduced
             waiting = sizes.accumulated
         self._record("the loss", logits=head.need.forward, gathered=waiting)
-        if self.chunked and not (self.pipelined and not self.each):
+        if self.chunked:
             self.live["gathered"] += waiting
-            head.accumulates = waiting != sizes.gradients
+            head.accumulates = True
             self._reduce(head)
-            self._free(head)
-        elif self.chunked:
-            self.live["gathered"] += waiting
-            head.accumulates = waiting != sizes.gradients
-            self._reduce(head)
+            if self.each:
+                self._free(head)
 
     def _backward(self, blocks: list[_Running]) -> None:
         order = list(reversed(blocks))
@@ -498,6 +479,7 @@ class _Replay:
                 - (need.backward - need.gradients),
             )
             self.live["activations"] -= need.saved
+            self.crowdable[crowded.saved - need.saved] -= 1
             self.live["gathered"] += block.sizes.gradients
             self._record(f"end of backward of {block.sizes.block.name}")
             if self.each:
@@ -516,6 +498,9 @@ class _Replay:
             )
 
     def _record(self, moment: str, **extra: int) -> None:
+        # One layer at a time is crowded: the one that computes, or one that has computed.
+        kept = max((size for size, n in self.crowdable.items() if n), default=0)
+        extra["moe_imbalance"] = max(kept, extra.get("moe_imbalance", 0), 0)
         total = sum(self.live.values()) + sum(extra.values())
         if total > self.best[0]:
             self.best = (total, dict(self.live + Counter(extra)), moment)

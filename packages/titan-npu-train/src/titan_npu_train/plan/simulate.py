@@ -5,7 +5,7 @@ sharding and loss, on tensors without data, in a process group whose other ranks
 storage is counted from the operator that makes it to its last reference. What the operators use
 inside of themselves is not seen.
 
-Gathered parameters are there before the count begins, and gradients of parameters are counted apart:
+Gathered parameters are there before the count begins, and their gradients are counted apart:
 what FSDP adds depends on the whole model (see :mod:`.memory`).
 """
 
@@ -244,7 +244,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The result's shape: torch's own rule for tensors without data refuses fp32, its kernel not."""
+    """The shape of the result: torch's own rule for it refuses fp32, which its kernel takes."""
     dtype = out_dtype or a.dtype
     if a.dim() == 2 and b.dim() == 3:
         return a.new_empty(a.size(0), b.size(-1), dtype=dtype)
@@ -288,7 +288,7 @@ def _plan_dispatch(config: Any, crowded: bool) -> None:
             own = experts.token_dispatcher
             if not isinstance(own, ExpertDispatcher.Config):
                 raise ValueError(
-                    f"memory is planned for experts of an ExpertDispatcher, not {type(own).__name__}"
+                    f"memory is planned for ExpertDispatcher, not for {type(own).__name__}"
                 )
             experts.token_dispatcher = PlannedDispatcher.Config(
                 num_experts=own.num_experts, top_k=own.top_k, crowded=crowded
