@@ -101,7 +101,8 @@ class Layout:
     def place(self, param: int, key: str, x: Tensor, spec: Any) -> Entry:
         """The next place in the buffer, for a local tensor."""
         entry = Entry(param, key, self.nbytes, x.shape, dense_stride(x), x.dtype, spec)
-        self.nbytes += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
+        # Also what has no elements has a place: then only a slice without states has no bytes.
+        self.nbytes += max(1, -(-entry.nbytes // ALIGNMENT)) * ALIGNMENT
         return entry
 
     def tensors(self, params: Sequence[Tensor], views: dict[Entry, Tensor]) -> State:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -188,8 +188,8 @@ class SwapOptimizer(Optimizer):
         self._run([s for s in self._slices if any(p.grad is not None for p in s.params)])
         for hook in wrapped._optimizer_step_post_hooks.values():
             hook(wrapped, arguments, keywords)
-        if hasattr(wrapped, "_opt_called"):
-            vars(wrapped)["_opt_called"] = True  # for a scheduler made before us
+        if "step" in vars(wrapped):
+            vars(wrapped)["_opt_called"] = True  # a scheduler made before us watches that step
         self._step_seconds = time.perf_counter() - began
         if failures := self._storage.failures():
             raise StepError(
@@ -237,7 +237,7 @@ class SwapOptimizer(Optimizer):
         storage.begin(active)
         try:
             coming = storage.load(active[0]) if active else Slot()
-            for s, following in zip(active, [*active[1:], None], strict=True):
+            for s, following in zip_longest(active, active[1:]):
                 slot = coming
                 storage.ready(s, slot)
                 if following is not None:

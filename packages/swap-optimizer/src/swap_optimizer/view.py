@@ -41,6 +41,9 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
             raise KeyError(param)
         return MappingProxyType(self._values(param))
 
+    def __setitem__(self, param: Tensor, values: object) -> None:
+        raise TypeError("states of a SwapOptimizer are set by load_state_dict")
+
     def __contains__(self, param: object) -> bool:
         s, i = self._places.get(id(param), (None, 0))
         return s is not None and s.layout is not None and bool(s.layout.values[i])
