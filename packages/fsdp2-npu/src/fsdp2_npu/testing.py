@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 
 @contextmanager
-def delayed_all_gathers(model: nn.Module, seconds: float) -> Iterator[None]:
+def delayed_all_gathers(model: nn.Module, seconds: float) -> Generator[None]:
     """Make every all-gather of a sharded model complete ``seconds`` after its issue, no earlier.
 
     The time passes in another thread, so computation goes on meanwhile, as beside a real network.
@@ -29,7 +29,7 @@ def delayed_all_gathers(model: nn.Module, seconds: float) -> Iterator[None]:
     """
     if not seconds >= 0:
         raise ValueError(f"seconds must not be negative, got {seconds!r}")
-    groups = {
+    groups: set[Any] = {
         group
         for module in model.modules()
         if isinstance(module, FSDPModule)

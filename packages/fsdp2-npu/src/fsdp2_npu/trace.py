@@ -7,7 +7,7 @@ open: nothing is patched for other models, and closing deletes the shadows. All 
 names is in :class:`_Tracer`; ``check_torch`` refuses a torch that lacks one of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,7 +58,7 @@ class Event:
 
 
 @contextmanager
-def trace_collectives(model: nn.Module) -> Iterator[list[Event]]:
+def trace_collectives(model: nn.Module) -> Generator[list[Event]]:
     """Record what FSDP2 does to a model's layers.
 
     Args:
