@@ -154,6 +154,7 @@ def _apply_fsdp(
     blocks += _blocks(model)
     if model.norm is not None and model.lm_head is not None:
         blocks.append([model.norm, model.lm_head])
+    assert isinstance(model.config, DeepSeekV32Model.Config)
     options = model.config.fsdp
     kept_for_all_microbatches = parallel_dims.pp_enabled and options.pipeline_reduction == "last"
     reshard = {
