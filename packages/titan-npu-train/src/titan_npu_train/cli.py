@@ -195,9 +195,11 @@ def train(
         f"training {config} to step {settings.training.steps} on {nproc} x {platform.name}: "
         f"{settings.training.seq_len} tokens a row, folder {settings.dump_folder}"
     )
-    result = launch.launch(
-        settings, module=module, name=config, options=extra, nproc=nproc, say=say
-    )
+    from titan_npu_train.plan.prediction import predict  # imports models: the platform is chosen
+
+    with _busy("planning its memory"):
+        prediction = predict(settings, nproc, platform)
+    result = prediction.run(settings, module=module, name=config, options=extra, say=say)
     say(launch.summary(result))
     say(f"curves: titan-npu report {settings.dump_folder}")
 
@@ -225,6 +227,97 @@ def report(
     from titan_npu_train.report import report as make_report
 
     make_report(run_dir, evaluate=evaluate, data=data, rows=rows, console=out)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example:  titan-npu plan deepseek_v32_671b_32k_128die --world 128 --device-memory 64GB",
+)
+def plan(
+    context: typer.Context,
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A configuration.", show_default=False)
+    ],
+    world: Annotated[
+        int,
+        typer.Option(min=1, help="Devices: for Atlas A3, dies.", show_default=False),
+    ],
+    device_memory: Annotated[
+        str, typer.Option(help="Memory of each, in units of 1024.")
+    ] = "64GB",
+    device: Annotated[
+        str, typer.Option(help="Kind of device: npu, cuda, or cpu for a run on this machine.")
+    ] = "npu",
+    wanted: Annotated[
+        int,
+        typer.Option("--top", min=0, help="Splits to find; 0 looks at CONFIG's own alone."),
+    ] = 8,
+    look_at_all: Annotated[
+        bool, typer.Option("--all", help="Look at every split; takes minutes.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Write plan.json and plan.png there.", show_default=False
+        ),
+    ] = None,
+    counting: Annotated[
+        str,
+        typer.Option(
+            help="'published' prints the table of the published 64-card run, by its own counting."
+        ),
+    ] = "real",
+    machine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="What times are of, an Atlas A3 die unless said: flops, utilisation, link, "
+            "host_link (bytes/s), latency (s).",
+            show_default=False,
+        ),
+    ] = None,
+    module: Annotated[
+        str, typer.Option(help="Where CONFIG is defined: a module with a config_registry.")
+    ] = "titan_npu_train.deepseek_v32",
+) -> None:
+    """Say what CONFIG needs on N devices, and which splits of it fit and are fastest.
+
+    Parameters and gradients are exact, those of the real model after the real parallelisation;
+    activations are those of its layers' forward and backward, run without data. Times are a model's.
+    Everything else is a torchtitan option: [cyan]--section.option value[/cyan].
+    """
+    from titan_npu_train import preflight
+
+    select_platform()
+    if counting not in ("real", "published"):
+        raise UserError(f"--counting is 'real' or 'published', got '{counting}'.")
+    if device not in ("npu", "cuda", "cpu"):
+        raise UserError(f"--device is npu, cuda or cpu, got '{device}'.")
+    settings = preflight.load_config(module, config, list(context.args))
+    from titan_npu_train.plan import command
+    from titan_npu_train.plan.cost import ATLAS_A3
+
+    size = command.memory_size(device_memory)
+    on = ATLAS_A3.with_settings(machine or [])
+    if counting == "published":
+        command.plan_published(
+            settings, world=world, device_memory=size, machine=on, as_json=as_json, console=out
+        )
+        return
+    command.plan(
+        settings,
+        config,
+        world=world,
+        device_memory=size,
+        device=device,
+        machine=on,
+        wanted=None if look_at_all else wanted,
+        as_json=as_json,
+        out=out_dir,
+        console=out,
+        errors=err,
+    )
 
 
 @app.command()

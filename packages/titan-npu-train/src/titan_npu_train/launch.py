@@ -29,6 +29,7 @@ __all__ = [
     "RunResult",
     "default_nproc",
     "launch",
+    "memory_of_a_process",
     "summary",
     "thread_settings",
     "usable_cores",
@@ -143,6 +144,13 @@ def launch(
 def default_nproc(platform: Any) -> int:
     """One process for each accelerator; one on CPU."""
     return 1 if platform.device_type == "cpu" else max(1, platform.device_module.device_count())
+
+
+def memory_of_a_process(platform: Any, nproc: int) -> int:
+    """Bytes that each of ``nproc`` processes may use: an accelerator each, or a share of the host.
+    """
+    capacity = platform.device_module.get_device_properties(0).total_memory
+    return capacity // nproc if platform.device_type == "cpu" else capacity
 
 
 def thread_settings(nproc: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from titan_npu_train import cli, failures, launch, preflight
+from titan_npu_train import cli, failures, launch, platform, preflight
 from titan_npu_train.failures import UserError
 from titan_npu_train.progress import duration
 
@@ -79,16 +79,13 @@ def quickstart(
 
 
 def _train(base: list[str], steps: int) -> tuple[Any, launch.RunResult]:
+    from titan_npu_train.plan.prediction import predict
+
     options = [*base, "--training.steps", str(steps)]
     settings = preflight.load_config(preflight.DEFAULT_MODULE, CONFIG, options)
     preflight.check(settings, NPROC)
-    result = launch.launch(
-        settings,
-        module=preflight.DEFAULT_MODULE,
-        name=CONFIG,
-        options=options,
-        nproc=NPROC,
-        say=cli.say,
+    result = predict(settings, NPROC, platform.current()).run(
+        settings, module=preflight.DEFAULT_MODULE, name=CONFIG, options=options, say=cli.say
     )
     return settings, result
 

@@ -15,7 +15,14 @@ __all__ = ["METRICS_FILE", "RUN_FILE", "RunInfo", "read_metrics"]
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 
-_PACKAGES = ("torch", "torchtitan", "titan-npu-train", "npu-dsa-kernels", "fsdp2-npu")
+_PACKAGES = (
+    "torch",
+    "torchtitan",
+    "titan-npu-train",
+    "npu-dsa-kernels",
+    "fsdp2-npu",
+    "swap-optimizer",
+)
 
 
 @dataclasses.dataclass(frozen=True)

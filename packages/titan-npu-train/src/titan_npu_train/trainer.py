@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from titan_npu_train.deepseek_v32.warmup import groups_of_indexers
 from titan_npu_train.fsdp import FSDPOptions
 from titan_npu_train.gradients import clip_grad_norm
 from titan_npu_train.metrics import MetricsProcessor
+from titan_npu_train.optimizer import SwappedOptimizers
 
 __all__ = ["Trainer"]
 
@@ -69,6 +71,10 @@ class Trainer(TitanTrainer):
                 raise ValueError("dsa.stage 'dense_warmup' needs a model with indexers")
             groups = groups_of_indexers(config.optimizer.param_groups, model)
             config = replace(config, optimizer=replace(config.optimizer, param_groups=groups))
+        swap = getattr(config.optimizer, "swap", None)
+        if swap is not None and swap.storage == "disk" and swap.path is None:
+            swap = replace(swap, path=str(Path(config.dump_folder) / "swap"))
+            config = replace(config, optimizer=replace(config.optimizer, swap=swap))
         spec = config.model_spec
         if spec is not None and not isinstance(spec.model, DeepSeekV32Model.Config):
             config.context_parallel.refuse_if_set("this model has torchtitan's context parallelism")
@@ -84,8 +90,10 @@ class Trainer(TitanTrainer):
 
     def close(self) -> None:
         try:
-            super().close()
+            super().close()  # a checkpoint that is still being written reads the optimizers' states
         finally:
+            if isinstance(optimizers := getattr(self, "optimizers", None), SwappedOptimizers):
+                optimizers.close()
             self._forget_strategies()
 
     def _forget_strategies(self) -> None:

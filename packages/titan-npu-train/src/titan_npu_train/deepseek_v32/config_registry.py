@@ -22,6 +22,7 @@ from titan_npu_train.deepseek_v32.mtp import MTPLoss
 from titan_npu_train.deepseek_v32.options import DENSE_WARMUP
 from titan_npu_train.fsdp import FSDPOptions
 from titan_npu_train.metrics import MetricsProcessor
+from titan_npu_train.optimizer import SwapOptions, swappable
 from titan_npu_train.trainer import Trainer
 
 __all__ = [
@@ -47,6 +48,7 @@ def _config(
     activation_checkpoint: ActivationCheckpointing.Config | None,
     parallelism: ParallelismConfig | None = None,
     n_mtp_layers: int | None = None,
+    swap: SwapOptions | None = None,
 ) -> Trainer.Config:
     """What all configurations share."""
     model_spec = model_registry(flavor, n_mtp_layers=n_mtp_layers)
@@ -66,7 +68,7 @@ def _config(
         metrics=MetricsProcessor.Config(log_freq=1),
         checkpoint=VerifiedCheckpointManager.Config(last_save_model_only=False),
         training=training,
-        optimizer=optimizer,
+        optimizer=swappable(optimizer, swap),
         lr_scheduler=lr_scheduler,
         activation_checkpoint=activation_checkpoint,  # pyrefly: ignore[bad-argument-type]
         parallelism=parallelism or ParallelismConfig(),
@@ -87,7 +89,7 @@ def deepseek_v32_debugmodel_warmup() -> Trainer.Config:
     """The debugmodel's dense warm-up stage: its indexers alone, at the published rate."""
     config = _debugmodel()
     config.dsa.stage = DENSE_WARMUP
-    config.optimizer = default_adamw(lr=1e-3, weight_decay=0.0)
+    config.optimizer = swappable(default_adamw(lr=1e-3, weight_decay=0.0))
     config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     return config
 
@@ -174,6 +176,8 @@ def _671b(
         ),
         parallelism=parallelism,
         activation_checkpoint=FullAC.Config(),
+        # AdamW's moments are 40 GiB a die, as much as weights and gradients together.
+        swap=SwapOptions(storage="host"),
     )
     config.fsdp = fsdp or FSDPOptions()
     return config
