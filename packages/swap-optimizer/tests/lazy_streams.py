@@ -76,7 +76,8 @@ class LazyStreams:
             self._some()
 
     def _has_seen_the_update(self, stream: Stream) -> None:
-        seen = [w.position for w in stream.work if isinstance(w, Event) and w.stream is self.compute]
+        events = [w for w in stream.work if isinstance(w, Event)]
+        seen = [event.position for event in events if event.stream is self.compute]
         if max(seen, default=0) < len(self.compute.work):
             raise Misuse("a slice goes out without waiting for what was computed last")
 

@@ -1,7 +1,6 @@
 """DTensor parameters: FSDP2 on Gloo ranks, the swapped optimizer against the plain one."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +58,10 @@ def test_twenty_steps_of_fsdp(ranks, name, tmp_path):
     run_ranks(_twenty_steps, ranks, str(tmp_path), [name], True)
 
 
-OPTIONS = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
+OPTIONS = {
+    "nested": StateDictOptions(),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+}
 
 
 def _resume(rank, folder, flat):

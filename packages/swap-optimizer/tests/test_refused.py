@@ -37,7 +37,7 @@ def test_arguments(options, message):
 
 
 def test_what_is_no_optimizer():
-    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer .* got list"):
+    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer .* got list"):
         SwapOptimizer(params(), slices=1)
     swap = SwapOptimizer(AdamW(params()), slices=1)
     with pytest.raises(TypeError, match="not swapped already, got SwapOptimizer"):
@@ -56,7 +56,7 @@ class Subclass(torch.Tensor):
 
 def test_tensor_subclasses():
     strange = torch.ones(3).as_subclass(Subclass).requires_grad_()
-    with pytest.raises(TypeError, match="parameter 1 is a Subclass; expected a plain torch.Tensor"):
+    with pytest.raises(TypeError, match="parameter 1 is a Subclass; expected a plain"):
         SwapOptimizer(AdamW([*params(1), strange]), slices=1)
 
 
@@ -198,12 +198,12 @@ def test_sparse_gradients():
 def test_copies_and_pickles():
     swap = SwapOptimizer(AdamW(params()), slices=1)
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be copied or pickled.*Use state_dict"):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*Use state_dict"):
             attempt(swap)
 
 
 def test_parameters_that_were_replaced():
     swap = SwapOptimizer(AdamW(params()), slices=2)
     swap.param_groups[0]["params"][0] = nn.Parameter(torch.ones(3))
-    with pytest.raises(StepError, match="other parameters than before.*The step was not done"):
+    with pytest.raises(StepError, match=r"other parameters than before.*The step was not done"):
         swap.step()

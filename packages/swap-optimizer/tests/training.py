@@ -2,11 +2,26 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam
-from torch.optim import Optimizer, RAdam, RMSprop, Rprop, ASGD
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from swap_optimizer import SwapOptimizer
@@ -14,7 +29,7 @@ from swap_optimizer import SwapOptimizer
 Make = Callable[..., Optimizer]
 
 WIDTH = 24
-# Every kind of state: none, one tensor or three, 0-dimensional ones, rows and columns, and made late.
+# Every kind of state: none, one tensor or three, of no dimension, rows and columns, and late ones.
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": partial(AdamW, lr=1e-2, foreach=False),
     "AdamW foreach": partial(AdamW, lr=1e-2, foreach=True),
@@ -48,7 +63,7 @@ class Toy(nn.Module):
         super().__init__()
         widths = [WIDTH, 40, 8, 40, WIDTH, 16]
         self.layers = nn.ModuleList(
-            nn.Linear(a, b, bias=vectors) for a, b in zip(widths, widths[1:], strict=False)
+            nn.Linear(a, b, bias=vectors) for a, b in pairwise(widths)
         )
         self.sometimes = nn.Linear(WIDTH, WIDTH, bias=vectors)
         self.scale = nn.Parameter(torch.tensor(1.0)) if vectors else 1.0

@@ -153,12 +153,7 @@ class SwapFile:
         """Raises:
         SwapFileError: the file is not there any more, is another one, or was cut short.
         """
-        size = os.fstat(self.fd).st_size
-        if size < self._end:
-            raise SwapFileError(
-                f"the swap file {self.path} was cut short: {size:,} bytes, expected {self._end:,}; "
-                "the state in it is lost. Resume from a checkpoint"
-            )
+        self._check_size()
         try:
             there = _identity(self.path.stat())
         except OSError as error:
@@ -170,6 +165,14 @@ class SwapFile:
             raise SwapFileError(
                 f"the swap file {self.path} was replaced by another file. "
                 "state_dict() can still read it, through the open file: save it, and resume"
+            )
+
+    def _check_size(self) -> None:
+        size = os.fstat(self.fd).st_size
+        if size < self._end:
+            raise SwapFileError(
+                f"the swap file {self.path} was cut short: {size:,} bytes, expected {self._end:,}; "
+                "the state in it is lost. Resume from a checkpoint"
             )
 
     def read(self, region: Region, x: Tensor, start: int = 0) -> None:
@@ -198,6 +201,7 @@ class SwapFile:
         While such tensors are alive a thread gives the pages that were touched back, so that
         reading or writing through all of them takes little memory.
         """
+        self._check_size()
         found = self._live(region)
         if found is None:
             found = mmap.mmap(self.fd, region.nbytes, offset=region.offset)

@@ -1,0 +1,376 @@
+"""Disks that are full, gone, cut short or taken: the step happens or not, and the error says it."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from swap_optimizer import StepError, SwapFileError, SwapOptimizer, swapfile
+from training import OPTIMIZERS, Training, assert_same_bits, swapped
+
+SIZE = 16384  # a slice of one such parameter is larger than the largest page
+
+
+def params(n=4):
+    return [nn.Parameter(torch.full((SIZE,), float(i))) for i in range(n)]
+
+
+def on_disk(path, slices=1):
+    return SwapOptimizer(AdamW(params()), slices=slices, storage="disk", path=path)
+
+
+def give_grads(optimizer, i=0):
+    for j, p in enumerate(optimizer.param_groups[0]["params"]):
+        p.grad = torch.sin(torch.arange(SIZE, dtype=torch.float32) + i + j)
+
+
+class Pair:
+    """The same training, plain and on disk."""
+
+    def __init__(self, path):
+        self.plain = AdamW(params())
+        self.swap = on_disk(path, 4)
+        self.file = Path(path) / "swap-optimizer-rank0-0.bin"
+        self.steps = 0
+
+    def step(self, *optimizers):
+        for optimizer in optimizers or (self.plain, self.swap):
+            give_grads(optimizer, self.steps)
+            optimizer.step()
+        self.steps += 1
+
+    def assert_same(self):
+        pairs = zip(*(o.param_groups[0]["params"] for o in (self.plain, self.swap)), strict=True)
+        assert all(torch.equal(p, q) for p, q in pairs)
+        a, b = self.plain.state_dict()["state"], self.swap.state_dict()["state"]
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[i][k], b[i][k]) for i in a for k in a[i])
+
+
+@pytest.fixture
+def pair(tmp_path):
+    pair = Pair(tmp_path)
+    pair.step()
+    return pair
+
+
+def parameters(swap):
+    return [p.detach().clone() for p in swap.param_groups[0]["params"]]
+
+
+def assert_not_done(pair, message):
+    """A step is refused, before anything of it happened."""
+    before = parameters(pair.swap)
+    give_grads(pair.swap, pair.steps)
+    with pytest.raises(StepError, match=message) as error:
+        pair.swap.step()
+    assert error.value.happened is False
+    assert all(map(torch.equal, before, parameters(pair.swap)))
+
+
+# --- the folder and the file, at construction -----------------------------------------------------
+
+
+def test_a_path_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"path: cannot make a swap file there: .*directory"):
+        on_disk(tmp_path / "file" / "folder")
+    readonly = Path("/proc/1")
+    with pytest.raises(OSError, match="path: cannot make a swap file there: "):
+        on_disk(readonly)
+
+
+def test_a_folder_is_made(tmp_path):
+    path = tmp_path / "a" / "b"
+    swap = on_disk(path)
+    (file,) = path.iterdir()
+    assert file.name == "swap-optimizer-rank0-0.bin"
+    assert file.stat().st_size >= 4 * 8 * SIZE  # room for all states, before the first step
+    assert file.stat().st_mode & 0o777 == 0o600
+    swap.close()
+    assert not list(path.iterdir())
+
+
+def test_a_file_that_is_not_ours(tmp_path):
+    file = tmp_path / "swap-optimizer-rank0-0.bin"
+    file.write_text("my thesis")
+    with pytest.raises(SwapFileError, match="is there and was not written by swap-optimizer; move"):
+        on_disk(tmp_path)
+    assert file.read_text() == "my thesis"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(OSError, match="path: "):
+        on_disk(tmp_path)
+    file.rmdir()
+    target = tmp_path / "target"
+    target.write_text("my thesis")
+    file.symlink_to(target)
+    with pytest.raises(OSError, match="path: "):
+        on_disk(tmp_path)
+    assert target.read_text() == "my thesis"
+
+
+CHILD = """
+import os, sys, torch
+from swap_optimizer import SwapOptimizer
+p = torch.nn.Parameter(torch.ones(4096))
+swap = SwapOptimizer(torch.optim.AdamW([p]), slices=1, storage="disk", path=sys.argv[1])
+p.grad = torch.ones(4096)
+swap.step()
+"""
+
+
+def child(folder, more, **options):
+    command = [sys.executable, "-c", CHILD + textwrap.dedent(more), str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+
+
+def test_a_file_of_another_process(tmp_path):
+    """It is refused while that lives, and replaced when it was killed."""
+    waiting = "print('ready', flush=True)\nsys.stdin.read()"
+    with child(tmp_path, waiting, stdin=subprocess.PIPE) as other:
+        assert other.stdout.readline() == "ready\n"
+        message = rf"rank0-0.bin is in use by process {other.pid} on .*a path of its own"
+        with pytest.raises(SwapFileError, match=message):
+            on_disk(tmp_path)
+        other.send_signal(signal.SIGKILL)
+    assert [p.name for p in tmp_path.iterdir()] == ["swap-optimizer-rank0-0.bin"]
+    swap = on_disk(tmp_path)
+    give_grads(swap)
+    swap.step()
+    swap.close()
+    assert not list(tmp_path.iterdir())
+
+
+FORK = """
+pid = os.fork()
+if pid == 0:
+    del swap
+    os._exit(0)
+os.waitpid(pid, 0)
+swap.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",  # the interpreter ends
+        "raise SystemExit(0)",
+        "del swap",
+        FORK,
+    ],
+    ids=["end", "exit", "del", "fork"],
+)
+def test_the_file_goes_with_its_owner(tmp_path, more):
+    with child(tmp_path, more) as process:
+        assert process.wait(60) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_have_files_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    swap = on_disk(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["swap-optimizer-rank3-0.bin"]
+    swap.close()
+
+
+def test_a_temporary_folder_goes_away(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    swap = on_disk(None)
+    assert [p.name[:15] for p in tmp_path.iterdir()] == ["swap-optimizer-"]
+    swap.close()
+    assert not list(tmp_path.iterdir())
+
+
+# --- no room --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def largest_file():
+    """Files cannot grow over the number of bytes that is set, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(nbytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+
+    yield limit
+    limit(soft)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_no_room_is_found_out_before_training(tmp_path, largest_file):
+    largest_file(100_000)
+    with pytest.raises(OSError, match=r"no room for [\d,]+ more bytes of optimizer state"):
+        on_disk(tmp_path, 4)
+    assert not list(tmp_path.iterdir())
+
+
+class Full:
+    """Writes to the swap file fail while `.now` is set."""
+
+    def __init__(self, monkeypatch):
+        self.now = False
+        self.error = errno.ENOSPC
+        for name in ("pwrite", "posix_fallocate"):
+            monkeypatch.setattr(swapfile.os, name, self.failing(getattr(os, name)))
+
+    def failing(self, call):
+        def fail(*arguments):
+            if self.now:
+                raise OSError(self.error, os.strerror(self.error))
+            return call(*arguments)
+
+        return fail
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_is_full_in_a_step(tmp_path, monkeypatch, error):
+    """The step is done, its states are held in memory, and written when there is room again."""
+    full = Full(monkeypatch)
+    pair = Pair(tmp_path)
+    full.error = error
+    for _ in range(2):  # in the first step, when there are no states yet, and in a later one
+        full.now = True
+        for _ in range(2):
+            message = r"the step was done, but .* nothing is lost"
+            with pytest.raises(StepError, match=message) as said:
+                pair.step()
+            pair.steps += 1
+            assert said.value.happened is True and os.strerror(error) in str(said.value)
+            assert pair.swap.stats().held_bytes == 4 * 8 * SIZE
+            pair.assert_same()  # saving works, too
+        full.now = False
+        pair.step()
+        assert pair.swap.stats().held_bytes == 0
+        pair.assert_same()
+
+
+def test_one_slice_that_cannot_be_written(pair, monkeypatch):
+    full = Full(monkeypatch)
+    write = swapfile.SwapFile.write
+
+    def sometimes(self, region, x, start=0):
+        full.now = region is pair.swap._storage.regions[2]
+        write(self, region, x, start)
+        full.now = False
+
+    monkeypatch.setattr(swapfile.SwapFile, "write", sometimes)
+    with pytest.raises(StepError, match="the step was done, but 131,072 bytes"):
+        pair.step()
+    pair.steps += 1
+    pair.assert_same()
+    monkeypatch.setattr(swapfile.SwapFile, "write", write)
+    full.now = False
+    pair.step()
+    pair.assert_same()
+
+
+def test_a_disk_that_is_full_in_loading(pair, monkeypatch):
+    states = Training(OPTIMIZERS["AdamW"]).run(range(3)).states()["optimizer"]
+    full = Full(monkeypatch)
+    swap = Training(OPTIMIZERS["AdamW"], swapped("disk"))
+    full.now = True
+    with pytest.raises(SwapFileError, match=r"the states were loaded, but .* nothing is lost"):
+        swap.optimizer.load_state_dict(states)
+    full.now = False
+    plain = Training(OPTIMIZERS["AdamW"])
+    plain.optimizer.load_state_dict(states)
+    assert_same_bits(plain, swap)
+    assert_same_bits(plain.run(range(2)), swap.run(range(2)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_is_really_full(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        with pytest.raises(OSError, match=r"no room for .*\(\d+,\d+ free\): No space left"):
+            on_disk(small, 4)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+# --- the file, later ------------------------------------------------------------------------------
+
+
+def test_a_file_that_vanished(pair):
+    pair.file.unlink()
+    assert_not_done(pair, r"has vanished .*state_dict\(\) can still .*The step was not done")
+    pair.assert_same()
+
+
+def test_a_file_that_was_replaced(pair):
+    pair.file.rename(pair.file.with_suffix(".old"))
+    pair.file.write_bytes(b"x" * 10)
+    assert_not_done(pair, f"{pair.file} was replaced by another file.*The step was not done")
+    pair.assert_same()
+    pair.swap.close()
+    assert pair.file.read_bytes() == b"x" * 10  # not ours to remove
+
+
+def test_a_file_that_was_cut_short(pair):
+    os.truncate(pair.file, 100_000)
+    assert_not_done(pair, "was cut short: 100,000 bytes, expected .* lost.*The step was not done")
+    with pytest.raises(SwapFileError, match="was cut short: 100,000 bytes"):
+        pair.swap.state_dict()
+
+
+def test_a_file_that_is_cut_short_in_a_step(pair, monkeypatch):
+    """No signal kills the process; what was updated is said."""
+    check = swapfile.SwapFile.check
+
+    def late(self):
+        check(self)
+        os.truncate(pair.file, pair.swap._storage.regions[2].offset + 1000)
+
+    monkeypatch.setattr(swapfile.SwapFile, "check", late)
+    before = parameters(pair.swap)
+    message = "was cut short at byte .*: the step was done in part: 2 of 4 slices were updated"
+    with pytest.raises(StepError, match=message) as error:
+        pair.step(pair.swap)
+    assert error.value.happened is None
+    same = list(map(torch.equal, before, parameters(pair.swap)))
+    assert same == [False, False, True, True]
+
+
+def test_an_error_in_reading(pair, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(swapfile.os, "preadv", fail)
+        assert_not_done(pair, "Input/output error.* no slice was updated: the step was not done")
+    pair.step()
+    pair.assert_same()
+
+
+def test_threads_end(tmp_path):
+    before = set(threading.enumerate())
+    pair = Pair(tmp_path)
+    pair.step()
+    states = pair.swap.state_dict()
+    assert {t.name for t in set(threading.enumerate()) - before} == {
+        "swap-optimizer-read_0", "swap-optimizer-write_0", "swap-optimizer-trim",
+    }  # fmt: skip
+    del states
+    pair.swap.close()
+    deadline = time.monotonic() + 30
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
