@@ -234,6 +234,27 @@ def pipeline(
         raise typer.Exit(1)
 
 
+def prefetch(
+    quick: Annotated[bool, typer.Option("--quick", help=QUICK_HELP)] = False,
+    check: Annotated[bool, typer.Option("--check", help=CHECK_HELP)] = False,
+    case: Annotated[str, typer.Option(help=CASE_HELP)] = "*",
+    list_cases: Annotated[bool, typer.Option("--list", help=LIST_HELP)] = False,
+    out: Annotated[Path, typer.Option(help=OUT_HELP)] = DEFAULT_OUT,
+) -> None:
+    """Measure FSDP2 on two CPU ranks with slow all-gathers: prefetched explicitly, or not."""
+    from benchmarks import prefetch as module  # imports torch: not for --help
+
+    _check_options(quick, check)
+    cases = [c for c in module.CASES if fnmatch.fnmatch(c.title.lower(), _glob(case))]
+    if not cases:
+        raise typer.BadParameter(f"no case of prefetch matches {case!r}: see --list")
+    if list_cases:
+        for each in cases:
+            _console().print(each.title, highlight=False)
+    elif not module.run(_console(), out, cases, quick, check):
+        raise typer.Exit(1)
+
+
 def _console() -> Console:
     console = Console()
     if not console.is_terminal:
@@ -251,6 +272,7 @@ def app() -> typer.Typer:
     for suite in Suite:
         app.command(suite.value, help=SUITE_HELP[suite])(run_suite)
     app.command("sparse-mla")(sparse_mla)
+    app.command("prefetch")(prefetch)
     app.command("pipeline")(pipeline)
     return app
 

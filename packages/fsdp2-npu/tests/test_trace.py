@@ -256,6 +256,9 @@ def test_gathers_are_waited_for_when_their_block_begins(traces, case):
             # In backward after the block that follows in the model.
             following = BLOCKS[BLOCKS.index(f"layers.{i}") + 1]
             assert waits[-1] > _position(trace, following, "compute", "end", last=True)
+            # All of its groups, before it computes.
+            begin = _position(trace, f"layers.{i}", "compute", "begin", last=True)
+            assert waits[-1] < begin
 
 
 @pytest.mark.distributed
