@@ -122,5 +122,3 @@ class LazyStreams:
                     address = x.untyped_storage().data_ptr()
                     if address not in kept and address not in host:
                         raise Misuse(f"the {stream.name} stream uses memory that was given back")
-
-

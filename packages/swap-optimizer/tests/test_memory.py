@@ -16,7 +16,8 @@ def peaks(folder, kind):
     command = [sys.executable, str(script), str(PARAMETERS), str(SLICES), str(folder), kind]
     # Freed memory goes back to the system at once, so that what is resident is in use.
     env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, env=env, check=False, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -209,11 +209,13 @@ def test_closure_is_called_once(storage):
     swap = SwapOptimizer(swap, slices=3, storage=storage)
     losses = []
     for optimizer in (plain, swap):
+
         def closure(optimizer=optimizer):
             losses.append(sum(p.square().sum() for p in optimizer.param_groups[0]["params"]))
             optimizer.zero_grad()
             losses[-1].backward()
             return losses[-1]
+
         assert optimizer.step(closure) is losses[-1]
     assert len(losses) == 2 and torch.equal(*losses)
     for p, q in zip(plain.param_groups[0]["params"], swap.param_groups[0]["params"], strict=True):

@@ -62,9 +62,7 @@ class Toy(nn.Module):
     def __init__(self, vectors: bool = True) -> None:
         super().__init__()
         widths = [WIDTH, 40, 8, 40, WIDTH, 16]
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b, bias=vectors) for a, b in pairwise(widths)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=vectors) for a, b in pairwise(widths))
         self.sometimes = nn.Linear(WIDTH, WIDTH, bias=vectors)
         self.scale = nn.Parameter(torch.tensor(1.0)) if vectors else 1.0
 
