@@ -49,6 +49,10 @@ def least_memory(config: Any, split: Split) -> dict[str, float]:
         )
         rows = max(0.0, crowded - balanced)
         least["moe_imbalance"] = 2 * rows * model.dim * _compute_bytes(config)
+    if split.microbatches == 1:
+        # The first gradients come when what layers kept for them goes.
+        gone = min(("gradients", "activations"), key=lambda part: least.get(part, 0.0))
+        least.pop(gone, None)
     return least
 
 

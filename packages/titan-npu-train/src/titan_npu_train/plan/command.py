@@ -18,7 +18,7 @@ from titan_npu_train.plan.split import Split
 
 __all__ = ["memory_size", "plan", "plan_published"]
 
-_TABLE_WIDTH = 165
+_TABLE_WIDTH = 180
 _MOST_LINES = 12
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -135,7 +135,7 @@ def _show(
         _show_table(console, render.memory_table(own.estimate))
         room = device_memory - own.estimate.largest.total
         verdict = f"fits, with {room / 2**30:.1f} GiB to spare" if own.fits else own.why_not
-        say(f"\nOf {device_memory / 2**30:g} GiB: {verdict}.")
+        say(f"\nOf {device_memory / 2**30:.3g} GiB: {verdict}.")
         for note in own.estimate.notes:
             say(f"- {note}")
         say("")
@@ -166,7 +166,8 @@ def _show(
 
 def _show_table(console: Console, table: Table) -> None:
     # Wider than a narrow terminal rather than with figures cut off.
-    console.print(table, width=max(console.width, _TABLE_WIDTH), crop=False, soft_wrap=False)
+    width = max(console.width, _TABLE_WIDTH)
+    Console(file=console.file, width=width, force_terminal=console.is_terminal).print(table)
 
 
 def plan_published(

@@ -47,7 +47,7 @@ class Candidate:
         largest = self.estimate.largest
         where = f" on pipeline rank {largest.pipeline_rank}" if self.split.pipeline > 1 else ""
         return (
-            f"needs {self.size / 2**30:.1f} GiB of {self.device_memory / 2**30:g}{where}: "
+            f"needs {self.size / 2**30:.1f} GiB of {self.device_memory / 2**30:.3g}{where}: "
             f"{in_words(largest.parts)}"
         )
 

@@ -80,9 +80,10 @@ class Split:
         return [*options, f"activation_checkpoint:{self.checkpointing}"]
 
     def apply(self, config: Any) -> Any:
-        """A copy of ``config`` that is split this way."""
-        config = copy.deepcopy(config)
-        parallelism, training = config.parallelism, config.training
+        """A copy of ``config`` that is split this way; they share what is not changed."""
+        config = copy.copy(config)
+        config.parallelism = parallelism = copy.copy(config.parallelism)
+        config.training = training = copy.copy(config.training)
         parallelism.pipeline_parallel_degree = self.pipeline
         parallelism.tensor_parallel_degree = self.tensor
         parallelism.context_parallel_degree = self.context
@@ -98,7 +99,9 @@ class Split:
         if policy is None or not isinstance(config.activation_checkpoint, policy.Config):
             config.activation_checkpoint = None if policy is None else policy.Config()
         if self.swap != bool(config.optimizer.swap.storage):
-            config.optimizer.swap.storage = "host" if self.swap else None
+            storage = "host" if self.swap else None
+            swap = dataclasses.replace(config.optimizer.swap, storage=storage, path=None)
+            config.optimizer = dataclasses.replace(config.optimizer, swap=swap)
         return config
 
     def problems(self, config: Any) -> Iterator[str]:
