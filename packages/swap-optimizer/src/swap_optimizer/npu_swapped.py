@@ -24,6 +24,7 @@ from swap_optimizer.layout import Entry, Layout, Slice, State, local
 from swap_optimizer.storage import Slot, Storage
 from swap_optimizer.streams import streams_of
 
+DEVICE = "npu"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -35,7 +36,7 @@ class SwappedStorage(Storage):
     """
 
     def __init__(self, device: torch.device, optimizer: Optimizer) -> None:
-        if device.type != "npu":
+        if device.type != DEVICE:
             raise ValueError(
                 f"storage='npu_swapped' is for parameters on an NPU, these are on {device}; "
                 "use 'host' or 'disk'"
@@ -144,7 +145,8 @@ class SwappedStorage(Storage):
                     values[key] = value.cpu() if isinstance(value, Tensor) else value
                     continue
                 x = local(value)
-                entry = layout.place(i, key, x, getattr(param, "_spec", None))
+                # By the parameter, which has its shape: no operator may look at swapped memory.
+                entry = layout.place(i, key, local(param), getattr(param, "_spec", None))
                 values[key] = entry
                 tensors[entry] = x if id(x) in swapped else self._written(x.contiguous())
             layout.values.append(values)

@@ -128,7 +128,7 @@ class Storage(ABC):
             assert slot.buffer is not None
             for entry, tensor in tensors.items():
                 place = entry.view(slot.buffer)
-                if tensor is not given[entry] or not local(tensor).is_set_to(place):
+                if tensor is not given[entry] or not _is_at(local(tensor), place):
                     place.copy_(local(tensor))
             self.offload(s, slot, None, anew)
         else:
@@ -182,6 +182,14 @@ class Storage(ABC):
 
 def _as_laid_out(entry: Entry, x: Tensor) -> Tensor:
     return x if x.stride() == entry.stride or x.numel() == 0 else x.contiguous()
+
+
+def _is_at(x: Tensor, place: Tensor) -> bool:
+    # Tensor.is_set_to is not there for every device.
+    return x.untyped_storage() is place.untyped_storage() and (
+        (x.storage_offset(), x.shape, x.stride())
+        == (place.storage_offset(), place.shape, place.stride())
+    )
 
 
 def tensors_in(buffer: Tensor, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
