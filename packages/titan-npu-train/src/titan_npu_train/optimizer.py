@@ -1,11 +1,11 @@
 """torchtitan's optimizers, with their states off the device between steps (``--optimizer.swap``)."""
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Literal
 
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.tools.logging import logger
 
 from swap_optimizer import SwapOptimizer
 
@@ -68,8 +68,12 @@ class SwappedOptimizers(OptimizersContainer):
                         optimizer,
                         slices=min(swap.slices, _parameters(optimizer)),
                         storage=swap.storage,
-                        path=None if swap.path is None else Path(swap.path),
+                        path=swap.path,
                     )
+                )
+                stats = wrapped[-1].stats()
+                logger.info(
+                    f"SwapOptimizer: states in storage {swap.storage}, {stats.slices} slices"
                 )
         except BaseException:
             for optimizer in wrapped:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +53,7 @@ class Trainer(TitanTrainer):
     _global_valid_tokens: torch.Tensor | None = None
     _clock_started: bool = False
     _strategies: dtensor_npu_strategies.Registration | None = None
+    _swap_folder: Path | None = None
 
     def __init__(self, config: Config):
         parallelism = config.parallelism
@@ -73,7 +74,8 @@ class Trainer(TitanTrainer):
             config = replace(config, optimizer=replace(config.optimizer, param_groups=groups))
         swap = getattr(config.optimizer, "swap", None)
         if swap is not None and swap.storage == "disk" and swap.path is None:
-            swap = replace(swap, path=str(Path(config.dump_folder) / "swap"))
+            self._swap_folder = Path(config.dump_folder) / "swap"
+            swap = replace(swap, path=str(self._swap_folder))
             config = replace(config, optimizer=replace(config.optimizer, swap=swap))
         spec = config.model_spec
         if spec is not None and not isinstance(spec.model, DeepSeekV32Model.Config):
@@ -94,6 +96,9 @@ class Trainer(TitanTrainer):
         finally:
             if isinstance(optimizers := getattr(self, "optimizers", None), SwappedOptimizers):
                 optimizers.close()
+            if self._swap_folder is not None:
+                with suppress(OSError):  # another rank's file is still in it
+                    self._swap_folder.rmdir()
             self._forget_strategies()
 
     def _forget_strategies(self) -> None:
