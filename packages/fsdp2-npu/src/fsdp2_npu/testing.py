@@ -1,8 +1,8 @@
 """A network that is slower than the one at hand, to see what hides and what does not."""
 
-import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,10 +36,12 @@ def delayed_all_gathers(model: nn.Module, seconds: float) -> Generator[None]:
         for group in module._get_fsdp_state()._fsdp_param_groups
     }
     with ExitStack() as undo:
+        # Kept, because starting one for each all-gather would hold up the thread that computes.
+        threads = undo.enter_context(ThreadPoolExecutor(4, "delayed_all_gather"))
         for group in groups:
             # set_custom_all_gather, the public way, refuses modules with two groups.
             comm = group._all_gather_comm
-            group._all_gather_comm = _DelayedAllGather(comm, seconds)
+            group._all_gather_comm = _DelayedAllGather(comm, seconds, threads)
             undo.callback(setattr, group, "_all_gather_comm", comm)
         yield
 
@@ -47,8 +49,8 @@ def delayed_all_gathers(model: nn.Module, seconds: float) -> Generator[None]:
 class _DelayedAllGather:
     """torch's ``AllGather`` interface."""
 
-    def __init__(self, comm: Any, seconds: float) -> None:
-        self.comm, self.seconds = comm, seconds
+    def __init__(self, comm: Any, seconds: float, threads: ThreadPoolExecutor) -> None:
+        self.comm, self.seconds, self.threads = comm, seconds, threads
 
     def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.comm.allocate(*args, **kwargs)
@@ -77,7 +79,7 @@ class _DelayedAllGather:
             else:
                 done.set_result(None)
 
-        threading.Thread(target=complete, daemon=True).start()
+        self.threads.submit(complete)
         work = _Work(marked)
         if async_op:
             return work
