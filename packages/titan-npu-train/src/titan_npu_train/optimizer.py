@@ -17,8 +17,8 @@ class SwapOptions:
     storage: Literal["host", "disk", "npu_swapped"] | None = None
     """
     Where optimizer states are between steps. "host": the host's memory, pinned. "disk": files, for
-    hosts that lack the memory, and on CPU. "npu_swapped": memory that CANN swaps (AdamW on NPU,
-    without checkpoints of the optimizer). None: on the device, as always.
+    hosts that lack the memory, and on CPU. "npu_swapped": host memory that an NPU kernel updates
+    where it is (fp32 AdamW, with that kernel's rounding). None: on the device, as always.
     """
 
     slices: int = 16
