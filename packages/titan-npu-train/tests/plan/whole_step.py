@@ -1,4 +1,4 @@
-"""One step of a whole model with the real FSDP2, on tensors without data: its live bytes counted."""
+"""A step of a whole model with the real FSDP2, on tensors without data: its live bytes."""
 
 import copy
 import weakref

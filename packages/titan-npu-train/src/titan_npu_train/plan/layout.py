@@ -1,12 +1,14 @@
 """Which part of which parameter every rank of a run holds, from the model's own parallelization.
 
-The model is built on the meta device and parallelized as in training, in a process group whose other
-ranks do not exist. One rank a pipeline stage is enough: a sharded parameter says how it is divided,
-and another rank's part follows from its place in the mesh.
+The model is built on the meta device and parallelized as in training, in a process group whose
+other ranks do not exist. One rank a pipeline stage is enough: a sharded parameter says how it is divided,
+and another rank's part follows from its place in the mesh. (Where tensor parallelism does not divide
+a dimension, all of its ranks count as the first one, which has the largest part.)
 """
 
 import contextlib
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator
@@ -299,7 +301,7 @@ def build(config: Any) -> Decoder:
 
 
 def parallelized(config: Any, dims: ParallelDims, model: nn.Module) -> tuple[Any, list[nn.Module]]:
-    """What the trainer makes of a model: the pipeline schedule (None without one), and its parts."""
+    """What the trainer makes of a model: its pipeline schedule (None without), and its parts."""
     spec = config.model_spec
     settings = {
         "parallel_dims": dims,
@@ -546,7 +548,7 @@ def _parameter(name: str, fsdp_parameter: Any) -> Parameter:
     strides = []
     for dim in range(mesh.ndim):
         line = ranks.movedim(dim, 0).flatten(1)[:, 0].tolist() if mesh.ndim > 1 else ranks.tolist()
-        steps = {b - a for a, b in zip(line, line[1:], strict=False)} or {1}
+        steps = {b - a for a, b in itertools.pairwise(line)} or {1}
         assert len(steps) == 1, f"ranks {line} along {mesh} are not evenly spaced"
         strides.append(steps.pop())
     return Parameter(

@@ -2,7 +2,7 @@
 
 A step is replayed block by block in the order in which FSDP2, the pipeline schedule, the loss and
 the optimizer do it: what a block keeps and needs comes from running it without data
-(:mod:`.simulate`), what ranks hold of the parameters from the real parallelization (:mod:`.layout`).
+(:mod:`.simulate`), what ranks hold of parameters from the real parallelization (:mod:`.layout`).
 The parts of an estimate are those of one moment, the one with the largest sum.
 """
 
@@ -146,8 +146,8 @@ def _notes(config: Any, plan: Layout, needs: LayerMemory, device: str) -> Iterat
     )
     if needs.crowded_rows > needs.rows:
         yield (
-            f"MoE imbalance: the worst case in one layer, {needs.crowded_rows:,} tokens at a rank's "
-            f"experts instead of {needs.rows:,}; the other layers are balanced"
+            f"MoE imbalance: the worst case in one layer, {needs.crowded_rows:,} tokens at its "
+            f"experts on one rank instead of {needs.rows:,}; the other layers are balanced"
         )
     if device == "cpu":
         yield (

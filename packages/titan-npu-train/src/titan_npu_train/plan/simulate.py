@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, and what it needs at its worst moment: run, not guessed.
+"""What a layer keeps for its backward pass, and needs at its worst moment: run, not guessed.
 
 One layer of each kind runs forward and backward with the real modules, activation checkpointing,
 sharding and loss, on tensors without data, in a process group whose other ranks do not exist. Every
@@ -12,6 +12,7 @@ what FSDP adds depends on the whole model (see :mod:`.memory`).
 import copy
 import functools
 import math
+import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -266,7 +267,8 @@ def _run(config: Any, world: int, *, crowded: bool) -> _Run:
     strategies: Any = nullcontext()
     if config.parallelism.spmd_backend != "spmd_types":
         strategies = dtensor_npu_strategies.register()
-    with fake_world(config, world) as dims, strategies:
+    with fake_world(config, world) as dims, strategies, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators and of FSDP, which training gives, too
         _plan_dispatch(config, crowded)
         model: Any = config.model_spec.parallelize_fn(
             build(config),

@@ -1,0 +1,193 @@
+"""An estimate, part by part; its peak is that of the whole model with the real FSDP2."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planned import configured, options
+from titan_npu_train.plan import memory
+from titan_npu_train.plan.layout import layout
+from titan_npu_train.plan.memory import PARTS, estimate
+from whole_step import whole_step
+
+SPLITS = {
+    "one": ("debugmodel", 1, []),
+    "ep": ("debugmodel", 2, options(expert=2)),
+    "full": ("debugmodel", 2, ["activation_checkpoint:full"]),
+    "selective": ("debugmodel", 2, ["activation_checkpoint:selective"]),
+    "never": (
+        "debugmodel",
+        2,
+        ["--parallelism.fsdp_reshard_after_forward", "never", "activation_checkpoint:full"],
+    ),
+    "tp ep": ("debugmodel", 4, [*options(tensor=2, expert=4), "activation_checkpoint:full"]),
+    "cp ep": ("debugmodel", 4, options(context=2, expert=4)),
+    "mixed precision": (
+        "debugmodel",
+        8,
+        [
+            *("--training.mixed_precision_param", "bfloat16"),
+            *("--training.local_batch_size", "1", "activation_checkpoint:full"),
+        ],
+    ),
+    "mtp": ("debugmodel_mtp", 2, []),
+    "warmup": ("debugmodel_warmup", 2, []),
+    "wide": ("4layers", 8, options(expert=8)),
+}
+NOT_IN_A_STEP = ("parameters", "optimizer", "runtime", "communication", "moe_imbalance")
+
+
+@pytest.fixture
+def balanced(monkeypatch):
+    """Without the worst case of the experts, which no real step is made of."""
+    simulated = memory.layer_memory
+
+    def balanced_layers(config):
+        needs = simulated(config)
+        return replace(needs, crowded={k: needs.blocks[k] for k in needs.crowded})
+
+    monkeypatch.setattr(memory, "layer_memory", balanced_layers)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_replay_is_the_whole_step(name, balanced):
+    preset, world, words = SPLITS[name]
+    config = configured(preset, *words)
+    (rank,) = estimate(config, world).ranks
+    step = whole_step(config, world)
+    planned = rank.total - sum(rank.parts[part] for part in NOT_IN_A_STEP)
+    assert rank.parts["parameters"] == step.parameters
+    assert planned == pytest.approx(step.peak, rel=0.03)
+
+
+def test_a_quick_estimate_is_the_exact_one():
+    config = configured("671b_32k_128die_pp2")
+    exact, quick = (estimate(config, 128, device="npu", exact=e) for e in (True, False))
+    assert exact == quick
+    planned = layout(config, 128)
+    for rank in exact.ranks:
+        assert rank.parts["parameters"] == max(
+            planned.parameter_bytes(r) for r in planned.ranks(rank.pipeline_rank)[::16]
+        )
+        assert set(rank.parts) == set(PARTS)
+        assert rank.total == sum(rank.parts.values())
+
+
+def optimizer(config, world=2) -> int:
+    return estimate(config, world, device="npu").largest.parts["optimizer"]
+
+
+def test_optimizer_states_are_those_of_the_optimizer():
+    config = configured("debugmodel")
+    numel = sum(p.local_bytes(0) for p in layout(config, 2).parameters(0)) // 4
+    count = len(list(layout(config, 2).parameters(0)))
+    assert optimizer(config) == numel * 8 + count * 4
+    group = config.optimizer.param_groups[0]
+    group.optimizer_name = "Adam"
+    group.optimizer_kwargs = {"lr": 1e-3, "amsgrad": True}
+    assert optimizer(config) == numel * 12 + count * 4
+    group.optimizer_kwargs = {"lr": 1e-3}
+    config.optimizer.implementation = "fused_opt_states_bf16"
+    assert optimizer(config) == numel * 4 + count * 4
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states():
+    config = configured("debugmodel_warmup")
+    trained = [p for p in layout(config, 2).parameters(0) if p.trained]
+    assert trained and all(".indexer." in p.name for p in trained)
+    assert optimizer(config) == sum(2 * p.local_bytes(0) + 4 for p in trained)
+
+
+def test_foreach_needs_temporaries_of_all_parameters_in_its_step():
+    config = configured(
+        "debugmodel", "--training.local_batch_size", "1", "--training.seq_len", "64"
+    )
+    fused = estimate(config, 1, device="npu").largest
+    config.optimizer.implementation = "foreach"
+    foreach = estimate(config, 1, device="npu").largest
+    assert foreach.moment == "the optimizer's step"
+    assert foreach.parts["optimizer"] > fused.parts["optimizer"] + 0.9 * fused.parts["parameters"]
+
+
+def test_swapped_states_are_on_the_device_two_slices_at_a_time():
+    config = configured("671b_4k_128die")
+    plain = estimate(config, 128, device="npu", exact=False).largest
+    config.optimizer.swap = replace(config.optimizer.swap, storage="host")
+    swapped = estimate(config, 128, device="npu", exact=False).largest
+    assert swapped.parts["optimizer"] == 0  # the peak is in the backward pass
+    assert plain.total - swapped.total == plain.parts["optimizer"]
+    # A step with as many bytes of states as slices leave is small beside it.
+    assert memory._two_slices([8] * 32, 16) == 2 * 2 * 8
+    assert memory._two_slices([100, 1, 1, 1], 2) == 103
+    assert memory._two_slices([1, 1, 1, 100, 1, 1], 3) >= 100
+
+
+def test_host_memory_is_memory_on_cpu():
+    config = configured("debugmodel")
+    plain = estimate(config, 2).largest
+    config.optimizer.swap = replace(config.optimizer.swap, storage="host")
+    assert estimate(config, 2).largest.parts["optimizer"] == plain.parts["optimizer"]
+
+
+def test_a_pipeline_that_reduces_each_microbatch_keeps_less():
+    config = configured("671b_32k_128die_pp2")
+    each = estimate(config, 128, device="npu", exact=False)
+    config.fsdp.pipeline_reduction = "last"
+    last = estimate(config, 128, device="npu", exact=False)
+    for a, b in zip(each.ranks, last.ranks, strict=True):
+        dense = 2.9e9 * (2 + 4)  # whole in bf16, and their gradients in fp32
+        held = b.parts["gathered"] + b.parts["gradients"]
+        assert held - a.parts["gathered"] - a.parts["gradients"] > dense
+
+
+def test_earlier_stages_keep_more_microbatches():
+    words = [
+        *options(pipeline=2),
+        *("--training.local_batch_size", "8"),
+        *("--parallelism.pipeline_parallel_microbatch_size", "2"),
+    ]
+    first, last = estimate(configured("debugmodel", *words), 2).ranks
+    assert (first.pipeline_rank, last.pipeline_rank) == (0, 1)
+    one = estimate(configured("debugmodel", "--training.local_batch_size", "2"), 1).largest
+    # Two microbatches of half of the layers are under way on the first, one on the last.
+    assert first.parts["activations"] == pytest.approx(one.parts["activations"], rel=0.1)
+    assert last.parts["activations"] == pytest.approx(one.parts["activations"] / 2, rel=0.1)
+    assert last.parts["logits"] and not first.parts["logits"]
+
+
+def test_notes_say_what_is_assumed():
+    notes = " ".join(estimate(configured("671b_4k_128die"), 128, device="npu", exact=False).notes)
+    for word in ("HCCL_BUFFSIZE", "assumed", "262,144", "without data"):
+        assert word in notes
+
+
+def test_nothing_is_left_behind_or_changed():
+    config = configured("debugmodel", *options(expert=2))
+    before = copy.deepcopy(config)
+    first = estimate(config, 2)
+    second = estimate(config, 2)
+    same = {k: v for k, v in first.largest.parts.items() if k != "runtime"}
+    assert same == {k: v for k, v in second.largest.parts.items() if k != "runtime"}
+    assert repr(config.to_dict()) == repr(before.to_dict())
+    assert not dist.is_initialized()
+    assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_inside_of_training_it_is_refused():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(RuntimeError, match="outside of training"):
+            estimate(configured("debugmodel"), 2)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="device must be"):
+        estimate(configured("debugmodel"), 2, device="tpu")
