@@ -363,7 +363,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def benchmarks(session: nox.Session) -> None:
-    """Time and memory next to peers: `-- dsa`, `base`, `step`, `sparse-mla`. Model: `pipeline`."""
+    """Time and memory next to peers: `-- dsa`, `step`, `optimizer`, ...; `-- --help` has all."""
     _install(session, [PACKAGES["titan-npu-train"]], *GROUPS["benchmarks"])
     session.run("python", "-m", "benchmarks", *(session.posargs or ["--help"]))
 

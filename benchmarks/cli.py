@@ -19,7 +19,7 @@ from benchmarks.measure import FEWEST_ROUNDS, Case, Result, Settings, measure
 
 DEFAULT_OUT = Path(__file__).parent / "results"
 RECORDED = Path(__file__).parents[1] / "packages/npu-dsa-kernels/tests/ascend/recorded.json"
-BUDGETS = {"dsa": 120.0, "base": 20.0, "step": 300.0, "sparse-mla": 10.0}
+BUDGETS = {"dsa": 120.0, "base": 20.0, "step": 300.0, "optimizer": 120.0, "sparse-mla": 10.0}
 QUICK_HELP = "Tiny sizes: does all of it run?"
 CHECK_HELP = "Say which claims hold; exit code 1 if one does not."
 CASE_HELP = "Only cases whose title matches this pattern (see --list)."
@@ -33,12 +33,14 @@ class Suite(enum.StrEnum):
     dsa = "dsa"
     base = "base"
     step = "step"
+    optimizer = "optimizer"
 
 
 SUITE_HELP = {
     Suite.dsa: "Measure the DSA operators and the whole attention layer, over S, K and H.",
     Suite.base: "Measure norm, rotary embedding, SwiGLU, grouped matmul, permute.",
     Suite.step: "Measure a training step of 4 and 8 layers at S 4096.",
+    Suite.optimizer: "Measure AdamW's step and memory, with its states swapped and not.",
 }
 
 
@@ -56,7 +58,7 @@ def run_suite(
     budget: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Seconds of timed rounds a case may take (dsa 120, base 20, step 300)."
+            min=0, help="Seconds of timed rounds a case may take (base 20, step 300, others 120)."
         ),
     ] = None,
 ) -> None:

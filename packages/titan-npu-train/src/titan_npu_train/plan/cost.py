@@ -179,7 +179,7 @@ def cost(config: Any, split: Split, machine: Machine = ATLAS_A3) -> Cost:
     dense, experts = before_fsdp(model, split)
     rounds = split.microbatches
     gathers = 2
-    if split.pipeline > 1 and config.parallelism.fsdp_reshard_after_forward != "always":
+    if split.pipeline > 1 and config.fsdp.pipeline_reduction == "last":
         rounds = gathers = 1
     fsdp = 0.0
     for size, ranks in ((dense, split.data * split.context), (experts, split.expert_shards)):
