@@ -47,9 +47,9 @@ class SwappedMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self._inside and func.name() not in ALLOWED:
-            if any(self.is_swapped(x) for x in tree_leaves((args, kwargs))):
-                raise Forbidden(func.name())
+        used = any(self.is_swapped(x) for x in tree_leaves((args, kwargs)))
+        if used and not self._inside and func.name() not in ALLOWED:
+            raise Forbidden(func.name())
         return func(*args, **kwargs)
 
 

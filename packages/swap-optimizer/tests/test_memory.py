@@ -14,8 +14,7 @@ PARAMETERS, SLICES = 48 * 2**20, 16
 def peaks(folder, kind):
     script = Path(__file__).with_name("resident.py")
     command = [sys.executable, str(script), str(PARAMETERS), str(SLICES), str(folder), kind]
-    # Freed memory goes back to the system at once, so that what is resident is in use.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run(command, env=env, check=False, **options)
     assert done.returncode == 0, done.stderr

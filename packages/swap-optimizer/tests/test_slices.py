@@ -65,8 +65,8 @@ def test_any_shapes_groups_slices_and_gradients(data, shapes, storage, dtype):
         if border:
             groups.append({"params": params[:border], "lr": 0.5, "amsgrad": True})
         optimizer = wrap(AdamW(groups, lr=0.1))
-        for i, given in enumerate(steps):
-            for j, (p, has) in enumerate(zip(params, given, strict=True)):
+        for i, ready in enumerate(steps):
+            for j, (p, has) in enumerate(zip(params, ready, strict=True)):
                 p.grad = torch.sin(p.detach() * (j + 2) + i) if has else None
             optimizer.step()
             if i == reload_after:

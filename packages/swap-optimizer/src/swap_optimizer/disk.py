@@ -1,5 +1,6 @@
 """Storage in a file, with a thread that reads ahead and one that writes behind."""
 
+import ctypes
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ from swap_optimizer.swapfile import PAGE, Region, SwapFile
 
 # Between an accelerator and the file, bytes pass through pinned memory of this size.
 BOUNCE = 16 << 20
+# Of glibc; other allocators have none.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class DiskStorage(Storage):
@@ -80,8 +83,18 @@ class DiskStorage(Storage):
             self.streams.wait(self.streams.current(), slot.loaded.result())
         elif slot.offloaded is not None:
             slot.offloaded.result()
-        slot.own = []
+        self._drop_own(slot)
         self.times.add("waited", time.perf_counter() - start)
+
+    def _drop_own(self, slot: Slot) -> None:
+        """Let go of tensors that the optimizer made, and of their memory.
+
+        malloc keeps what has been freed for later; here that would be all states, by and by.
+        """
+        if slot.own:
+            slot.own = []
+            if self.device.type == "cpu" and _malloc_trim is not None:
+                _malloc_trim(0)
 
     def offload(self, s: Slice, slot: Slot, pieces: dict[Entry, Tensor] | None, anew: bool) -> None:
         if anew:
@@ -152,6 +165,8 @@ class DiskStorage(Storage):
     def finish(self) -> list[BaseException]:
         futures = [f for slot in self.slots for f in (slot.loaded, slot.offloaded) if f is not None]
         errors = [error for f in futures if (error := f.exception()) is not None]
+        for slot in self.slots:
+            self._drop_own(slot)
         self.slots = []
         self._bounces.clear()
         return errors

@@ -244,6 +244,7 @@ class SwapOptimizer(Optimizer):
                     coming = storage.load(following)
                 state = self._update(s, storage.state(s, slot))
                 storage.store(s, slot, state)
+                del state  # else the last slice's would be alive while the next one's are made
                 done += 1
         except (SwapFileError, OSError) as error:
             raise StepError(f"{error}: {happened()}", None if done > 0 else False) from error

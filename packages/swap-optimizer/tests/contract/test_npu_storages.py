@@ -1,4 +1,4 @@
-"""The storages on fake tensors of device "npu": the real torch_npu's schemas, shapes and devices."""
+"""The storages on fake tensors of device "npu", with the real torch_npu."""
 
 import inspect
 
