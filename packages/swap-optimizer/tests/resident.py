@@ -7,6 +7,7 @@ Prints for each phase the peak of resident memory (anonymous, file and shared pa
 the libraries. Bytes, as JSON.
 """
 
+import ctypes
 import gc
 import json
 import resource
@@ -71,6 +72,7 @@ def main(parameters: int, slices: int, folder: Path, kind: str) -> dict[str, int
     dcp.save({"x": small.state_dict()}, checkpoint_id=folder / "small")
     dcp.load({"x": small.state_dict()}, checkpoint_id=folder / "small")
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free already is not to be had again
 
     sampler = Sampler()
     sampler.base = resident()

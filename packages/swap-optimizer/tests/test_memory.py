@@ -26,9 +26,9 @@ def test_fifteen_percent_of_the_plain_optimizer(tmp_path):
     found = peaks(tmp_path, "disk")
     plain = 8 * PARAMETERS
     too_much = {phase: peak / plain for phase, peak in found.items() if peak > 0.15 * plain}
-    assert not too_much
+    assert not too_much, found
     assert len(found) == 10
     for phase in ("between steps", "at the end", "construction"):
         assert found[phase] < 0.03 * plain, phase
     # Two slices, no less: the next one comes in while one is updated.
-    assert found["step"] > 0.1 * plain
+    assert found["step"] > 0.08 * plain
