@@ -1,9 +1,9 @@
 """Which part of which parameter every rank of a run holds, from the model's own parallelization.
 
 The model is built on the meta device and parallelized as in training, in a process group whose
-other ranks do not exist. One rank a pipeline stage is enough: a sharded parameter says how it is divided,
-and another rank's part follows from its place in the mesh. (Where tensor parallelism does not divide
-a dimension, all of its ranks count as the first one, which has the largest part.)
+other ranks do not exist. One rank a pipeline stage is enough: a sharded parameter says how it is
+divided, and another rank's part follows from its place in the mesh. (Where tensor parallelism does
+not divide a dimension, all of its ranks count as the first one, which has the largest part.)
 """
 
 import contextlib

@@ -1,0 +1,1 @@
+"""Configurations that exist to be dominated by one part of memory."""
