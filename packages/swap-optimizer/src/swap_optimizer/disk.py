@@ -87,14 +87,15 @@ class DiskStorage(Storage):
         self.times.add("waited", time.perf_counter() - start)
 
     def _drop_own(self, slot: Slot) -> None:
-        """Let go of tensors that the optimizer made, and of their memory.
-
-        malloc keeps what has been freed for later; here that would be all states, by and by.
-        """
+        """Let go of tensors that the optimizer made, and of their memory."""
         if slot.own:
             slot.own = []
-            if self.device.type == "cpu" and _malloc_trim is not None:
-                _malloc_trim(0)
+            self._trim()
+
+    def _trim(self) -> None:
+        """malloc keeps what has been freed for later; here that would be all states, by and by."""
+        if self.device.type == "cpu" and _malloc_trim is not None:
+            _malloc_trim(0)
 
     def offload(self, s: Slice, slot: Slot, pieces: dict[Entry, Tensor] | None, anew: bool) -> None:
         if anew:
@@ -166,7 +167,8 @@ class DiskStorage(Storage):
         futures = [f for slot in self.slots for f in (slot.loaded, slot.offloaded) if f is not None]
         errors = [error for f in futures if (error := f.exception()) is not None]
         for slot in self.slots:
-            self._drop_own(slot)
+            slot.buffer, slot.views, slot.own = None, {}, []
+        self._trim()
         self.slots = []
         self._bounces.clear()
         return errors
