@@ -257,6 +257,13 @@ def prefetch(
         raise typer.Exit(1)
 
 
+def plan(out: Annotated[Path, typer.Option(help=OUT_HELP)] = DEFAULT_OUT) -> None:
+    """Measure small real runs beside titan-npu plan's estimate; exit code 1 if one is 15 % off."""
+    from benchmarks import plan_check  # imports torch: not for --help
+
+    raise typer.Exit(plan_check.main(out))
+
+
 def _console() -> Console:
     console = Console()
     if not console.is_terminal:
@@ -275,6 +282,7 @@ def app() -> typer.Typer:
         app.command(suite.value, help=SUITE_HELP[suite])(run_suite)
     app.command("sparse-mla")(sparse_mla)
     app.command("prefetch")(prefetch)
+    app.command("plan")(plan)
     app.command("pipeline")(pipeline)
     return app
 

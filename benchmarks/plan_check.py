@@ -1,17 +1,13 @@
 """The plan's memory estimate beside the measured peak of real runs that differ in what dominates.
 
 Every case is trained for a few steps with `titan-npu train` on this machine and estimated in this
-process, which has imported what the ranks import. On CPU the peak is of the resident set, and glibc
-keeps what is freed in its heap: its threshold for giving a block a mapping of its own, which goes
-back at once, grows to the largest block freed so far, up to 32 MB. With that threshold fixed the
-resident set is what is in use, and what an estimate can know; each case is run both ways.
+process, which has imported what the ranks import.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +22,6 @@ from titan_npu_train import platform
 
 WITHIN = 0.15
 STEPS = 3
-FIXED = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
 MODULE = "benchmarks.plan_configs"
 PARALLEL = "--parallelism."
 
@@ -67,12 +62,11 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Bytes: predicted, measured as users run it, and with glibc's threshold fixed."""
+    """Bytes, predicted and measured."""
 
     title: str
     predicted: int
     measured: int
-    measured_fixed: int
     parts: dict[str, int]
     moment: str
 
@@ -80,25 +74,17 @@ class Outcome:
     def error(self) -> float:
         return self.predicted / self.measured - 1
 
-    @property
-    def error_fixed(self) -> float:
-        return self.predicted / self.measured_fixed - 1
 
-
-def predict(case: Case, runtime: int | None) -> Any:
+def predict(case: Case) -> Any:
     """The estimate of rank 0, which writes the metrics."""
     from titan_npu_train import preflight
     from titan_npu_train.plan.memory import estimate
 
     config = preflight.load_config(case.module, case.config, list(case.options))
-    rank = estimate(config, case.processes).ranks[0]
-    if runtime is None:
-        return rank
-    # Of this process before it planned anything: planning itself leaves some of it larger.
-    return dataclasses.replace(rank, parts=rank.parts | {"runtime": runtime})
+    return estimate(config, case.processes).ranks[0]
 
 
-def measure(case: Case, environment: dict[str, str]) -> int:
+def measure(case: Case) -> int:
     """The largest `peak_memory_bytes` of a run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -106,9 +92,7 @@ def measure(case: Case, environment: dict[str, str]) -> int:
             *("--module", case.module, "--nproc", str(case.processes)),
             *("--training.steps", str(STEPS), "--dump_folder", folder, *case.options),
         ]
-        done = subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{case.title}: {' '.join(command)}\n{done.stdout}\n{done.stderr}")
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -117,23 +101,14 @@ def measure(case: Case, environment: dict[str, str]) -> int:
 
 def outcomes() -> Iterator[Outcome]:
     platform.select("cpu")
-    runtime = None
     for case in CASES:
-        rank = predict(case, runtime)
-        runtime = rank.parts["runtime"]
-        yield Outcome(
-            case.title,
-            rank.total,
-            measure(case, {}),
-            measure(case, FIXED),
-            rank.parts,
-            rank.moment,
-        )
+        rank = predict(case)
+        yield Outcome(case.title, rank.total, measure(case), rank.parts, rank.moment)
 
 
 def table(found: list[Outcome]) -> Table:
     result = Table(title="Peak resident memory, MiB")
-    for name in ("case", "predicted", "measured", "", "threshold fixed", "", "largest parts"):
+    for name in ("case", "predicted", "measured", "", "largest parts"):
         result.add_column(name, justify="left" if name in ("case", "largest parts") else "right")
     for o in found:
         parts = sorted(o.parts.items(), key=lambda item: -item[1])
@@ -143,8 +118,6 @@ def table(found: list[Outcome]) -> Table:
             f"{o.predicted / 2**20:,.0f}",
             f"{o.measured / 2**20:,.0f}",
             f"{o.error:+.1%}",
-            f"{o.measured_fixed / 2**20:,.0f}",
-            f"{o.error_fixed:+.1%}",
             largest,
         )
     return result
@@ -153,9 +126,9 @@ def table(found: list[Outcome]) -> Table:
 def failures(found: list[Outcome]) -> list[str]:
     """What is further off than claimed."""
     return [
-        f"{o.title}: predicted {o.error_fixed:+.1%} of the measured peak"
+        f"{o.title}: predicted {o.error:+.1%} of the measured peak"
         for o in found
-        if abs(o.error_fixed) > WITHIN
+        if abs(o.error) > WITHIN
     ]
 
 

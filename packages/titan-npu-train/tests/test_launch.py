@@ -184,3 +184,10 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
+
+
+def test_ranks_on_a_cpu_give_memory_back(monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    assert launch.allocator_settings() == {"MALLOC_MMAP_THRESHOLD_": "4194304"}
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
+    assert launch.allocator_settings() == {}

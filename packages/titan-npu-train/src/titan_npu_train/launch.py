@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_npu_train import failures, preflight
+from titan_npu_train import failures, platform, preflight
 from titan_npu_train.failures import UserError
 from titan_npu_train.progress import Progress, duration
 from titan_npu_train.train import LAUNCHER_VARIABLE
@@ -27,6 +27,7 @@ __all__ = [
     "Interrupted",
     "RunFailed",
     "RunResult",
+    "allocator_settings",
     "default_nproc",
     "launch",
     "memory_of_a_process",
@@ -38,6 +39,7 @@ __all__ = [
 _SHUTDOWN_SECONDS = 15  # between SIGTERM and SIGKILL for the ranks that are still alive
 _MONITOR_SECONDS = 0.2
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _AGENT_LOGGERS = "torch.distributed.elastic"
 
 
@@ -120,7 +122,11 @@ def launch(
     command = ["-u", "-m", "titan_npu_train.train", "--module", module, "--config", name, *options]
     began = time.monotonic()
     progress.start()
-    settings = {**thread_settings(nproc), LAUNCHER_VARIABLE: str(os.getpid())}
+    settings = {
+        **thread_settings(nproc),
+        **allocator_settings(),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
     with _environment(settings), _torchrun_kept_to_itself():
         try:
             elastic_launch(agent, sys.executable)(*command)
@@ -158,6 +164,17 @@ def thread_settings(nproc: int) -> dict[str, str]:
     if "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc))}
+
+
+def allocator_settings() -> dict[str, str]:
+    """MALLOC_MMAP_THRESHOLD_ of 4 MiB for ranks on a CPU, unless it is set already.
+
+    By default glibc raises it to the largest tensor freed so far, up to 32 MiB, and keeps smaller
+    ones in a heap that falls to pieces: a third more memory than is in use, at the same speed.
+    """
+    if platform.current().device_type != "cpu" or _MMAP_THRESHOLD in os.environ:
+        return {}
+    return {_MMAP_THRESHOLD: str(4 * 2**20)}
 
 
 def usable_cores() -> int:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,8 +135,9 @@ def estimate(config: Any, world: int, *, device: str | None = None, exact: bool 
     return Estimate(world, ranks, tuple(_notes(config, plan, needs, device)))
 
 
+@cache
 def _resident_bytes() -> int:
-    """Of this process, as it is: ranks import the same."""
+    """Of this process before it plans anything: ranks import the same."""
     return int(platform.current().device_module.memory_stats()["reserved_bytes.all.current"])
 
 
@@ -151,7 +153,7 @@ def _notes(config: Any, plan: Layout, needs: LayerMemory, device: str) -> Iterat
         )
     if device == "cpu":
         yield (
-            "runtime: this process as it is now; the allocator may keep more than is used, and "
+            "runtime: this process before it planned; the allocator may keep more than is used, and "
             "pages of the dataset's file count too"
         )
         return
