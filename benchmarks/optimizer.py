@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -166,5 +165,3 @@ def checks(results: list[Result]) -> Iterator[Check]:
                 slower = ours.median / max(plain.median, file.median)
         yield at_most("memory of the states, first step, of plain AdamW's", share, LARGEST_MEMORY)
         yield at_most("a step, of the larger of plain AdamW's and the file's", slower, LONGEST)
-
-

@@ -242,9 +242,7 @@ def plan(
         int,
         typer.Option(min=1, help="Devices: for Atlas A3, dies.", show_default=False),
     ],
-    device_memory: Annotated[
-        str, typer.Option(help="Memory of each, in units of 1024.")
-    ] = "64GB",
+    device_memory: Annotated[str, typer.Option(help="Memory of each, in units of 1024.")] = "64GB",
     device: Annotated[
         str, typer.Option(help="Kind of device: npu, cuda, or cpu for a run on this machine.")
     ] = "npu",
@@ -284,7 +282,8 @@ def plan(
     """Say what CONFIG needs on N devices, and which splits of it fit and are fastest.
 
     Parameters and gradients are exact, those of the real model after the real parallelisation;
-    activations are those of its layers' forward and backward, run without data. Times are a model's.
+    activations are those of its layers' forward and backward, run without data. Times are of a
+    simple model.
     Everything else is a torchtitan option: [cyan]--section.option value[/cyan].
     """
     from titan_npu_train import preflight

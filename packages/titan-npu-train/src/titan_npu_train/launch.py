@@ -153,8 +153,7 @@ def default_nproc(platform: Any) -> int:
 
 
 def memory_of_a_process(platform: Any, nproc: int) -> int:
-    """Bytes that each of ``nproc`` processes may use: an accelerator each, or a share of the host.
-    """
+    """Bytes that each of ``nproc`` processes may use: an accelerator each, or a share of the host."""
     capacity = platform.device_module.get_device_properties(0).total_memory
     return capacity // nproc if platform.device_type == "cpu" else capacity
 

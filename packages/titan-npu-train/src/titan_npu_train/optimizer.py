@@ -1,4 +1,4 @@
-"""torchtitan's optimizers, with their states off the device between steps (``--optimizer.swap``)."""
+"""torchtitan's optimizers, their states off the device between steps (``--optimizer.swap``)."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal

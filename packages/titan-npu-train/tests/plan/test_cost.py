@@ -100,9 +100,7 @@ def test_pp2_tp4_is_preferred_to_tp8_for_its_communication(published):
 
 
 def test_machine_settings():
-    assert ATLAS_A3.with_settings(["link=5e9", "latency=1e-6"]) == Machine(
-        link=5e9, latency=1e-6
-    )
+    assert ATLAS_A3.with_settings(["link=5e9", "latency=1e-6"]) == Machine(link=5e9, latency=1e-6)
     for wrong in ("link", "link=fast", "link=-1", "speed=3", "link=inf"):
         with pytest.raises(UserError, match=f"--machine {wrong}.*link=50e9"):
             ATLAS_A3.with_settings([wrong])

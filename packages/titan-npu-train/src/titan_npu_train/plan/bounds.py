@@ -44,9 +44,7 @@ def least_memory(config: Any, split: Split) -> dict[str, float]:
     if moe is not None and split.expert > 1:
         local = tokens / split.tensor
         balanced = local * moe.router.top_k
-        crowded = (
-            local * split.expert * min(moe.router.top_k, moe.num_experts // split.expert)
-        )
+        crowded = local * split.expert * min(moe.router.top_k, moe.num_experts // split.expert)
         rows = max(0.0, crowded - balanced)
         least["moe_imbalance"] = 2 * rows * model.dim * _compute_bytes(config)
     if split.microbatches == 1:

@@ -171,7 +171,13 @@ def _show_table(console: Console, table: Table) -> None:
 
 
 def plan_published(
-    config: Any, *, world: int, device_memory: int, machine: Machine, as_json: bool, console: Console
+    config: Any,
+    *,
+    world: int,
+    device_memory: int,
+    machine: Machine,
+    as_json: bool,
+    console: Console,
 ) -> list[tuple[PublishedRow, float]]:
     """The published table for ``config``'s model, cheapest in communication first.
 

@@ -70,9 +70,9 @@ def published_row(
     moes = [layer.moe for layer in layers if layer.moe is not None]
     dense_ranks = data * context
     count = sum(attention_size(layer.attention, tensor) for layer in layers) / dense_ranks
-    count += sum(feed_forward_size(layer.feed_forward) for layer in layers if layer.feed_forward) / (
-        tensor * dense_ranks
-    )
+    count += sum(
+        feed_forward_size(layer.feed_forward) for layer in layers if layer.feed_forward
+    ) / (tensor * dense_ranks)
     count += model.dim * model.vocab_size / (tensor * dense_ranks)
     gates = [layer.moe.router.gate for layer in model.layers if layer.moe is not None]
     count += sum(linear_size(gate) for gate in gates) / dense_ranks

@@ -140,4 +140,10 @@ def _gib(size: float, digits: int = 1) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.3f}"
+    return (
+        f"{seconds:.1f}"
+        if seconds >= 10
+        else f"{seconds:.2f}"
+        if seconds >= 0.1
+        else f"{seconds:.3f}"
+    )

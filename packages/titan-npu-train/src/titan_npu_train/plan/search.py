@@ -87,7 +87,9 @@ class Found:
 def in_words(parts: Mapping[str, float]) -> str:
     """The largest parts, GiB."""
     largest = sorted(parts.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.1f}" for name, size in largest if size)
+    return ", ".join(
+        f"{name.replace('_', ' ')} {size / 2**30:.1f}" for name, size in largest if size
+    )
 
 
 def candidates(config: Any, world: int, *, swap: bool = True) -> Iterator[Split]:
@@ -242,9 +244,7 @@ def _degrees(split: Split) -> tuple:
 def _fixed(candidate: Candidate) -> int:
     """What neither checkpointing nor swapping makes smaller, of the rank that has least of it."""
     kept = ("parameters", "gradients", "gathered", "moe_imbalance", "communication", "runtime")
-    return max(
-        sum(rank.parts.get(part, 0) for part in kept) for rank in candidate.estimate.ranks
-    )
+    return max(sum(rank.parts.get(part, 0) for part in kept) for rank in candidate.estimate.ranks)
 
 
 def _divisors(number: int) -> list[int]:

@@ -30,9 +30,7 @@ def attention_size(attention: Any, tensor: int) -> float:
     """
     a, index = attention, attention.indexer
     split = sum(linear_size(weight) for weight in (a.wq_b, a.wkv_b, a.wo))
-    whole = sum(
-        linear_size(w) for w in (a.wq_a, a.wkv_a, index.wq_b, index.wk, index.weights_proj)
-    )
+    whole = sum(linear_size(w) for w in (a.wq_a, a.wkv_a, index.wq_b, index.wk, index.weights_proj))
     return whole + split / tensor
 
 
