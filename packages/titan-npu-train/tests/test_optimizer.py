@@ -160,15 +160,15 @@ def test_what_cannot_be(tmp_path):
     with pytest.raises(ValueError, match=r"optimizer\.swap\.path is '/x'.*it is host"):
         SwapOptions(storage="host", path="/x")
     swap = SwapOptions(storage="host")
-    with pytest.raises(ValueError, match="fused_opt_states_bf16.*use fused"):
+    with pytest.raises(ValueError, match=r"fused_opt_states_bf16.*use fused"):
         swappable(config(implementation="fused_opt_states_bf16"), swap)
     with pytest.raises((ValueError, TypeError), match="npu_swapped"):
         swappable(config(), SwapOptions(storage="npu_swapped")).build(model_parts=parts())
     folder = tmp_path / "file"
     folder.write_text("in the way")
+    in_the_way = swappable(config(), SwapOptions(storage="disk", path=str(folder)))
     with pytest.raises(OSError, match="file"):
-        swap = SwapOptions(storage="disk", path=str(folder))
-        swappable(config(), swap).build(model_parts=parts())
+        in_the_way.build(model_parts=parts())
 
 
 def test_options_of_the_command_line():
@@ -176,8 +176,8 @@ def test_options_of_the_command_line():
     read = preflight.load_config(preflight.DEFAULT_MODULE, "deepseek_v32_debugmodel", options)
     assert read.optimizer.swap == SwapOptions(storage="disk", slices=4)
     assert isinstance(read.optimizer, SwappedOptimizers.Config)
+    options[-1] = "0"
     with pytest.raises(UserError, match="slices must be 1 or more"):
-        options[-1] = "0"
         preflight.load_config(preflight.DEFAULT_MODULE, "deepseek_v32_debugmodel", options)
 
 

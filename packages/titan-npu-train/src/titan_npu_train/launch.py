@@ -153,7 +153,7 @@ def default_nproc(platform: Any) -> int:
 
 
 def memory_of_a_process(platform: Any, nproc: int) -> int:
-    """Bytes that each of ``nproc`` processes may use: an accelerator each, or a share of the host."""
+    """Bytes each of ``nproc`` processes may use: an accelerator's, or a share of the host's."""
     capacity = platform.device_module.get_device_properties(0).total_memory
     return capacity // nproc if platform.device_type == "cpu" else capacity
 

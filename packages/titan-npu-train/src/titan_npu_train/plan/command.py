@@ -181,8 +181,7 @@ def plan_published(
 ) -> list[tuple[PublishedRow, float]]:
     """The published table for ``config``'s model, cheapest in communication first.
 
-    Communication is that of :mod:`.cost`, for one sequence of every data-parallel rank, as the table
-    counts it.
+    Communication is that of :mod:`.cost`, in seconds a sequence.
     """
     model = config.model_spec.model
     tokens = config.training.seq_len
@@ -210,7 +209,7 @@ def plan_published(
         return rows
     _show_table(console, render.published_table(rows, device_memory))
     console.print(
-        "\nNo gathered weights, workspace, norms or logits; see `titan-npu plan` without --counting.",
+        "\nWithout gathered weights, workspace, norms, logits: leave out --counting for those.",
         markup=False,
     )
     return rows

@@ -153,8 +153,8 @@ def _notes(config: Any, plan: Layout, needs: LayerMemory, device: str) -> Iterat
         )
     if device == "cpu":
         yield (
-            "runtime: this process before it planned; the allocator may keep more than is used, and "
-            "pages of the dataset's file count too"
+            "runtime: this process before it planned; the allocator may keep more than is used, "
+            "and pages of the dataset's file count too"
         )
         return
     yield f"runtime: {_RUNTIME_BYTES[device] / 2**30:.1f} GiB a device for its context, assumed"

@@ -1,9 +1,9 @@
 """The memory table that was published with the 64-card run, by its own counting.
 
-It counts parameters, not what a program allocates: no norms, one of the two vocabulary matrices, the
-MTP layer in every pipeline, no gathered parameters, no workspace. Its worst case for the experts
-has every token of the expert-parallel group at every expert of one rank. It is here to compare with;
-:func:`.memory.estimate` is the plan.
+It counts parameters, not what a program allocates: no norms, one of the two vocabulary matrices,
+the MTP layer in every pipeline, no gathered parameters, no workspace. Its worst case for the
+experts has every token of the expert-parallel group at every expert of one rank. It is here to
+compare with; :func:`.memory.estimate` is the plan.
 """
 
 from collections.abc import Iterator
@@ -70,9 +70,8 @@ def published_row(
     moes = [layer.moe for layer in layers if layer.moe is not None]
     dense_ranks = data * context
     count = sum(attention_size(layer.attention, tensor) for layer in layers) / dense_ranks
-    count += sum(
-        feed_forward_size(layer.feed_forward) for layer in layers if layer.feed_forward
-    ) / (tensor * dense_ranks)
+    dense = [layer.feed_forward for layer in layers if layer.feed_forward is not None]
+    count += sum(feed_forward_size(ffn) for ffn in dense) / (tensor * dense_ranks)
     count += model.dim * model.vocab_size / (tensor * dense_ranks)
     gates = [layer.moe.router.gate for layer in model.layers if layer.moe is not None]
     count += sum(linear_size(gate) for gate in gates) / dense_ranks

@@ -140,10 +140,5 @@ def _gib(size: float, digits: int = 1) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return (
-        f"{seconds:.1f}"
-        if seconds >= 10
-        else f"{seconds:.2f}"
-        if seconds >= 0.1
-        else f"{seconds:.3f}"
-    )
+    digits = 1 if seconds >= 10 else 2 if seconds >= 0.1 else 3
+    return f"{seconds:.{digits}f}"
