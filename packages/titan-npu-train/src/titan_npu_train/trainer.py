@@ -72,11 +72,13 @@ class Trainer(TitanTrainer):
                 raise ValueError("dsa.stage 'dense_warmup' needs a model with indexers")
             groups = groups_of_indexers(config.optimizer.param_groups, model)
             config = replace(config, optimizer=replace(config.optimizer, param_groups=groups))
-        swap = getattr(config.optimizer, "swap", None)
-        if swap is not None and swap.storage == "disk" and swap.path is None:
+        optimizer = config.optimizer
+        if isinstance(optimizer, SwappedOptimizers.Config) and (
+            optimizer.swap.storage == "disk" and optimizer.swap.path is None
+        ):
             self._swap_folder = Path(config.dump_folder) / "swap"
-            swap = replace(swap, path=str(self._swap_folder))
-            config = replace(config, optimizer=replace(config.optimizer, swap=swap))
+            swap = replace(optimizer.swap, path=str(self._swap_folder))
+            config = replace(config, optimizer=replace(optimizer, swap=swap))
         spec = config.model_spec
         if spec is not None and not isinstance(spec.model, DeepSeekV32Model.Config):
             config.context_parallel.refuse_if_set("this model has torchtitan's context parallelism")

@@ -11,7 +11,7 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,7 +260,7 @@ def as_trained(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_world(config: Any, world: int, rank: int = 0) -> Iterator[ParallelDims]:
+def fake_world(config: Any, world: int, rank: int = 0) -> Generator[ParallelDims]:
     """A process group of ``world`` ranks of which only this one exists, and its meshes.
 
     Nothing of it is left behind. ``config`` is updated for it as in training.

@@ -20,6 +20,7 @@ from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_npu_train import platform
+from titan_npu_train.optimizer import SwapOptions, SwappedOptimizers
 from titan_npu_train.plan.layout import Block, Group, Layout, Parameter, as_trained
 from titan_npu_train.plan.layout import layout as layout_of
 from titan_npu_train.plan.simulate import LayerMemory, Need, Storages, layer_memory
@@ -524,8 +525,8 @@ class _OptimizerNeeds:
         device: str,
     ) -> None:
         trained = [p for p in parameters if p.trained]
-        swap = getattr(config, "swap", None)
-        storage = getattr(swap, "storage", None)
+        swap = config.swap if isinstance(config, SwappedOptimizers.Config) else SwapOptions()
+        storage = swap.storage
         states, extra = _optimizer_states(config, trained, rank)
         total = sum(states)
         self.between_steps, self.in_step = total, total + extra
@@ -563,8 +564,8 @@ def _optimizer_states(
 
     kinds = [kind(p) for p in parameters]
     named = dict(zip(reversed(kinds), reversed(parameters), strict=True))
-    if swap := getattr(config, "swap", None):
-        config = replace(config, swap=replace(swap, storage=None, path=None))
+    if isinstance(config, SwappedOptimizers.Config):
+        config = replace(config, swap=SwapOptions())
     with FakeTensorMode():
         model = nn.Module()
         tensors = {}

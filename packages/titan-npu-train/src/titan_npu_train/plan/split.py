@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from titan_npu_train import preflight
+from titan_npu_train.optimizer import SwapOptions, SwappedOptimizers, swappable
 
 __all__ = ["Checkpointing", "Split", "global_rows", "split_of", "stages_of"]
 
@@ -98,10 +99,10 @@ class Split:
         policy = _POLICIES[self.checkpointing]
         if policy is None or not isinstance(config.activation_checkpoint, policy.Config):
             config.activation_checkpoint = None if policy is None else policy.Config()
-        if self.swap != bool(config.optimizer.swap.storage):
-            storage = "host" if self.swap else None
-            swap = dataclasses.replace(config.optimizer.swap, storage=storage, path=None)
-            config.optimizer = dataclasses.replace(config.optimizer, swap=swap)
+        if self.swap != _swaps(config):
+            swap = getattr(config.optimizer, "swap", None) or SwapOptions()
+            swap = dataclasses.replace(swap, storage="host" if self.swap else None, path=None)
+            config.optimizer = swappable(config.optimizer, swap)
         return config
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -144,8 +145,13 @@ def split_of(config: Any, world: int) -> Split:
         rows=rows,
         microbatches=global_rows(config, world) // (data * rows),
         checkpointing=names.get(type(policy), "selective"),  # type: ignore[arg-type]
-        swap=bool(config.optimizer.swap.storage),
+        swap=_swaps(config),
     )
+
+
+def _swaps(config: Any) -> bool:
+    optimizer = config.optimizer
+    return isinstance(optimizer, SwappedOptimizers.Config) and optimizer.swap.storage is not None
 
 
 def global_rows(config: Any, world: int) -> int:
