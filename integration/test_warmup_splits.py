@@ -77,6 +77,7 @@ SPLITS = [
         f"{degrees(pp=2)} {SCHEDULE} Interleaved1F1B {EVEN} {FULL}",
     ),
     Split("mtp-ep-2-ac-full", 2, 2, f"{degrees(ep=2)} {FULL}", MTP),
+    Split("mtp-tp-2", 2, 4, degrees(tp=2), MTP),
     Split("tp-2-cp-2-ep-4", 4, 4, degrees(tp=2, cp=2, ep=4)),
     Split("pp-2-tp-2-ac-full", 4, 4, f"{degrees(pp=2, tp=2)} {SCHEDULE} 1F1B {FULL}"),
 ]

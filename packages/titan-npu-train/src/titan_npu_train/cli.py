@@ -288,17 +288,17 @@ def plan(
     """
     from titan_npu_train import preflight
 
-    select_platform()
     if counting not in ("real", "published"):
         raise UserError(f"--counting is 'real' or 'published', got '{counting}'.")
     if device not in ("npu", "cuda", "cpu"):
         raise UserError(f"--device is npu, cuda or cpu, got '{device}'.")
-    settings = preflight.load_config(module, config, list(context.args))
-    from titan_npu_train.plan import command
+    select_platform()
+    from titan_npu_train.plan import command  # imports models: the platform is chosen
     from titan_npu_train.plan.cost import ATLAS_A3
 
     size = command.memory_size(device_memory)
     on = ATLAS_A3.with_settings(machine or [])
+    settings = preflight.load_config(module, config, list(context.args))
     if counting == "published":
         command.plan_published(
             settings, world=world, device_memory=size, machine=on, as_json=as_json, console=out

@@ -5,13 +5,15 @@ import json
 import re
 
 import pytest
+from torchtitan.components.optimizer import default_adamw
 
 from titan_npu_train import cli
 from titan_npu_train.deepseek_v32 import config_registry
 from titan_npu_train.failures import UserError
+from titan_npu_train.optimizer import swappable
 from titan_npu_train.plan import command, search
 from titan_npu_train.plan.bounds import least_memory
-from titan_npu_train.plan.cost import cost
+from titan_npu_train.plan.cost import Machine, cost
 from titan_npu_train.plan.memory import PARTS, Estimate, RankEstimate, estimate
 from titan_npu_train.plan.split import split_of
 
@@ -110,20 +112,78 @@ def test_reasons_of_splits_that_cannot_run():
         search.search(config, 7, 64 * GIB, only=lambda split: False)
 
 
+def bound_and_estimate(config, split) -> tuple[float, Estimate]:
+    whole = estimate(split.apply(config), split.world, device="npu", exact=False)
+    return sum(least_memory(config, split).values()), whole
+
+
 @pytest.mark.parametrize(
     ("preset", "world"),
-    [("deepseek_v32_671b_32k_128die", 128), ("deepseek_v32_debugmodel", 2)],
+    [
+        ("deepseek_v32_671b_32k_128die", 128),
+        ("deepseek_v32_671b_32k_128die_pp2", 128),
+        ("deepseek_v32_debugmodel", 2),
+    ],
 )
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("swap", [False, True])
 def test_the_bound_is_below_the_estimate(preset, world, policy, swap):
     config = getattr(config_registry, preset)()
     split = dataclasses.replace(split_of(config, world), checkpointing=policy, swap=swap)
-    whole = estimate(split.apply(config), world, device="npu", exact=False)
-    least = sum(least_memory(config, split).values())
+    least, whole = bound_and_estimate(config, split)
     assert least <= min(rank.total for rank in whole.ranks)
     if world == 128:  # and worth asking
         assert least > 0.3 * whole.largest.total
+
+
+@pytest.mark.parametrize("kind", ["warm-up", "bf16", "no second moment", "bf16 moments"])
+def test_the_bound_knows_what_is_trained_and_how(config, kind):
+    match kind:
+        case "warm-up":
+            config.dsa.stage = "dense_warmup"
+            config.model_spec.model.stage = "dense_warmup"
+            groups = [
+                dataclasses.replace(g, pattern="indexer") for g in config.optimizer.param_groups
+            ]
+            config.optimizer = dataclasses.replace(config.optimizer, param_groups=groups)
+        case "bf16":
+            config.training.dtype = "bfloat16"
+        case "no second moment":
+            groups = [
+                dataclasses.replace(g, optimizer_name="DistMuon")
+                for g in config.optimizer.param_groups
+            ]
+            config.optimizer = dataclasses.replace(config.optimizer, param_groups=groups)
+        case "bf16 moments":
+            config.optimizer = swappable(
+                dataclasses.replace(default_adamw(), implementation="fused_opt_states_bf16")
+            )
+    split = dataclasses.replace(split_of(config, 128), swap=False)
+    least = least_memory(config, split)
+    assert ("optimizer" in least) == (kind == "bf16")
+    if kind == "no second moment":
+        return  # it cannot be built on devices that are not there
+    total, whole = bound_and_estimate(config, split)
+    assert total <= min(rank.total for rank in whole.ranks)
+
+
+def test_of_two_that_cost_the_same_the_one_that_recomputes_less(monkeypatch, estimated):
+    config = config_registry.deepseek_v32_debugmodel()
+    machine = Machine(link=1e3)  # communication is all there is
+    found = search.search(config, 2, 64 * GIB, machine=machine, device="cpu", wanted=None)
+    fsdp = next(c.split for c in found.fitting if c.split.name() == "FSDP2")
+    full = dataclasses.replace(fsdp, checkpointing="full")
+    assert cost(config, fsdp, machine).total == cost(config, full, machine).total
+    assert fsdp.checkpointing == "none"
+
+
+def test_a_split_that_fails_when_it_is_estimated_is_refused(config, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no such shape")
+
+    monkeypatch.setattr(search, "estimate", fails)
+    with pytest.raises(UserError, match="RuntimeError: no such shape"):
+        search.search(config, 128, 640 * GIB, only=lambda s: s.name() == "PP2 TP4 CP16 FSDP1 EP64")
 
 
 @pytest.fixture
@@ -177,11 +237,33 @@ def test_the_published_counting(plan):
         assert figure in out
 
 
+def test_nothing_fits_and_nothing_can_be_drawn(plan, tmp_path):
+    preset = "deepseek_v32_671b_32k_128die"
+    code, out, err = plan(preset, "--world", "8", "--out", str(tmp_path))
+    assert code == 0, err
+    assert "does not run on 8 devices" in out and "--world 128" in out and "--nproc" not in out
+    assert "No split fits." in out and "nothing to draw" in out
+    assert json.loads((tmp_path / "plan.json").read_text())["hopeless"]
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_offloaded_parameters_are_not_on_the_device(plan):
+    small = ("deepseek_v32_debugmodel", "--world", "2", "--top", "0", "--json")
+    planned = [
+        json.loads(plan(*small, *more)[1])["plan"]["memory"]["ranks"][0]["parts"]
+        for more in ((), ("--training.enable_cpu_offload",))
+    ]
+    assert planned[0]["parameters"] > 0 == planned[1]["parameters"]
+    assert planned[0]["activations"] == planned[1]["activations"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--device-memory", "lots"], ["--device-memory", "64GB", "'lots'"]),
         (["--device-memory", "0GB"], ["--device-memory", "0GB"]),
+        (["--device-memory", "64"], ["--device-memory", "64GB", "'64'"]),
+        (["--top", "0", "--parallelism.data_parallel_replicate_degree", "2"], ["--world 1"]),
         (["--machine", "speed=3"], ["--machine speed=3", "host_link"]),
         (["--counting", "mine"], ["--counting", "'mine'"]),
         (["--device", "tpu"], ["--device", "'tpu'"]),
@@ -205,4 +287,4 @@ def test_no_such_number_of_devices(plan):
 def test_sizes():
     assert command.memory_size("64GB") == command.memory_size("64 GiB") == 64 * GIB
     assert command.memory_size("1.5g") == 3 * GIB // 2
-    assert command.memory_size("4096") == 4096
+    assert command.memory_size("2097152") == 2 * 2**20

@@ -60,11 +60,17 @@ class _CarryGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out, x, loss):
         ctx.dtype = loss.dtype
+        if out.shape != x.shape:
+            ctx.save_for_backward(x)
         ctx.mark_dirty(out)  # the tensor itself: FSDP warns of blocks that return views
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
+        # An MTP layer gathers the sequence that tensor parallelism has divided: any gradient of
+        # its input's shape will do.
+        for x in ctx.saved_tensors:
+            grad_out = torch.zeros_like(x)
         return None, grad_out, torch.ones((), dtype=ctx.dtype, device=grad_out.device)
 
 

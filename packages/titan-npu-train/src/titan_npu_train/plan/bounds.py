@@ -6,19 +6,21 @@ layers keep are left out.
 
 from typing import Any
 
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import TORCH_DTYPE_MAP
+
 from titan_npu_train.deepseek_v32.options import SPARSE
 from titan_npu_train.plan.sizes import before_fsdp
 from titan_npu_train.plan.split import Split
 
 __all__ = ["least_memory"]
 
-_BF16, _FP32 = 2, 4
-
 
 def least_memory(config: Any, split: Split) -> dict[str, float]:
     """Bytes of a device, by part; the rank of a pipeline that has least is not told apart.
 
-    - parameters, gradients, AdamW's moments (unless swapped): fp32, of an even share;
+    - parameters and gradients, and AdamW's moments unless swapped, of an even share; in the dense
+      warm-up stage, in which next to nothing is trained, parameters alone;
     - activations: absorbed queries and attention outputs of every head, unless recomputed;
     - MoE imbalance: rows into and out of a rank's experts, if all tokens come to them.
     """
@@ -28,9 +30,12 @@ def least_memory(config: Any, split: Split) -> dict[str, float]:
     layers = [*model.layers, *model.mtp_layers]
     # A pipeline's shares are uneven by an embedding, a head and a layer.
     even = 1.0 if split.pipeline == 1 else max(0.0, 1 - 2 * split.pipeline / len(layers))
-    least = {"parameters": held * even * _FP32, "gradients": held * even * _FP32}
-    if not split.swap:
-        least["optimizer"] = 2 * held * even * _FP32
+    stored = held * even * TORCH_DTYPE_MAP[config.training.dtype].itemsize
+    least = {"parameters": stored}
+    if model.stage == SPARSE:
+        least["gradients"] = stored
+        if not split.swap and _has_moments(config.optimizer):
+            least["optimizer"] = 2 * stored
     tokens = split.rows * config.training.seq_len / split.context
     attention = layers[0].attention
     if model.stage == SPARSE and attention.form == "absorbed":
@@ -54,5 +59,11 @@ def least_memory(config: Any, split: Split) -> dict[str, float]:
     return least
 
 
+def _has_moments(optimizer: OptimizersContainer.Config) -> bool:
+    """Whether every parameter has two moments of its own dtype."""
+    names = {group.optimizer_name for group in optimizer.param_groups}
+    return names <= {"Adam", "AdamW"} and optimizer.implementation != "fused_opt_states_bf16"
+
+
 def _compute_bytes(config: Any) -> int:
-    return _BF16 if config.training.mixed_precision_param == "bfloat16" else _FP32
+    return TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize

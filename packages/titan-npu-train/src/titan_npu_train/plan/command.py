@@ -13,7 +13,7 @@ from titan_npu_train.failures import UserError
 from titan_npu_train.plan import render
 from titan_npu_train.plan.cost import Machine, cost
 from titan_npu_train.plan.published import PublishedRow, published_rows
-from titan_npu_train.plan.search import Candidate, Found, candidate_of, in_words, search
+from titan_npu_train.plan.search import Candidate, Found, candidate_of, gib, in_words, search
 from titan_npu_train.plan.split import Split
 
 __all__ = ["memory_size", "plan", "plan_published"]
@@ -31,8 +31,8 @@ def memory_size(text: str) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     size = 0 if match is None else round(float(match[1]) * 2 ** _UNITS[match[2].upper()])
-    if size <= 0:
-        raise UserError(f"--device-memory must be a size such as 64GB, got '{text}'.")
+    if size < 2**20:  # a number without a unit, most likely
+        raise UserError(f"--device-memory must be a size such as 64GB, 1MB or more, got '{text}'.")
     return size
 
 
@@ -65,8 +65,8 @@ def plan(
         own = candidate_of(config, world, device_memory, machine, device)
     except UserError as error:
         if wanted == 0:
-            raise
-        refusal = str(error)
+            raise UserError(str(error).replace("--nproc", "--world")) from None
+        refusal = str(error).replace("--nproc", "--world")
     found = Found([], [], {}, {}, 0)
     if wanted != 0:
         with errors.status("looking at splits") as status:
@@ -102,18 +102,23 @@ def plan(
         },
         "unseen": found.unseen,
     }
+    bars: list[Candidate] = []
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "plan.json").write_text(json.dumps(document, indent=1) + "\n")
+        partial = out / ".plan.json"
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.replace(out / "plan.json")
         bars = [c for c in (own, *found.fitting, *found.too_large[:8]) if c is not None]
         title = f"{name} on {world} devices"
-        render.draw(bars, out / "plan.png", title=title)
+        if bars:
+            render.draw(bars, device_memory, out / "plan.png", title=title)
     if as_json:
         console.print(json.dumps(document, indent=1), markup=False)
         return
     _show(own, refusal, found, name, world, device_memory, console)
     if out is not None:
-        console.print(f"\n{out / 'plan.json'}, {out / 'plan.png'}", markup=False)
+        drawn = f", {out / 'plan.png'}" if bars else "; there is nothing to draw"
+        console.print(f"\n{out / 'plan.json'}{drawn}", markup=False)
 
 
 def _show(
@@ -134,7 +139,7 @@ def _show(
         say(f"{name} on {world} devices: {own.split.name()}\n")
         _show_table(console, render.memory_table(own.estimate))
         room = device_memory - own.estimate.largest.total
-        verdict = f"fits, with {room / 2**30:.1f} GiB to spare" if own.fits else own.why_not
+        verdict = f"fits, with {gib(room)} GiB to spare" if own.fits else own.why_not
         say(f"\nOf {device_memory / 2**30:.3g} GiB: {verdict}.")
         for note in own.estimate.notes:
             say(f"- {note}")
@@ -143,17 +148,17 @@ def _show(
         title = "Splits that fit, fastest first (GiB of the fullest device; seconds by the model)"
         _show_table(console, render.splits_table(found.fitting, title))
         say(f"\nTo run the first: {' '.join(found.fitting[0].split.options())}")
-    elif found.too_large:
+    elif found.too_large or found.hopeless:
         say("No split fits.")
     if found.too_large:
         say("\nThese do not fit, with as little memory as they take:")
         for candidate in found.too_large:
             say(f"- {candidate.split.name()}: {candidate.why_not}")
     if found.hopeless:
-        say("\nNor these, of which this is the least, recomputed and swapped:")
+        say("\nFar too large, of which this is the least, recomputed and swapped:")
         for split, least in list(found.hopeless.items())[:_MOST_LINES]:
-            total = sum(least.values()) / 2**30
-            say(f"- {split.name()}: more than {total:.1f} GiB: {in_words(least)}")
+            total = gib(sum(least.values()))
+            say(f"- {split.name()}: more than {total} GiB: {in_words(least)}")
         if len(found.hopeless) > _MOST_LINES:
             say(f"- and {len(found.hopeless) - _MOST_LINES} more (all in --json)")
     for reason, splits in found.refused.items():
@@ -207,7 +212,7 @@ def plan_published(
         ]
         console.print(json.dumps(document, indent=1), markup=False)
         return rows
-    _show_table(console, render.published_table(rows, device_memory))
+    _show_table(console, render.published_table(rows, device_memory, tokens))
     console.print(
         "\nWithout gathered weights, workspace, norms, logits: leave out --counting for those.",
         markup=False,

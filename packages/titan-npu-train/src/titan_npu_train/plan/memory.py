@@ -128,7 +128,10 @@ def estimate(config: Any, world: int, *, device: str | None = None, exact: bool 
     runtime = _RUNTIME_BYTES.get(device) or _resident_bytes()
     plan = layout_of(config, world, exact=exact)
     config = as_trained(config)
-    needs = layer_memory(config)
+    # Where shards are makes no difference to a layer, and those without data cannot be pinned.
+    resident = as_trained(config)
+    resident.training = replace(config.training, enable_cpu_offload=False)
+    needs = layer_memory(resident)
     ranks = tuple(
         _Replay(config, plan, pipeline_rank, needs, device, runtime).run()
         for pipeline_rank in range(plan.pipeline)

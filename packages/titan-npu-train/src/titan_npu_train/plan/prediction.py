@@ -16,11 +16,13 @@ class Prediction:
     """What ``nproc`` processes are expected to need.
 
     Attributes:
+        device: "cpu", "cuda" or "npu".
         capacity: bytes that each of them may use.
         estimate: None where there is none, for the reason ``why_not``.
     """
 
     nproc: int
+    device: str
     capacity: int
     estimate: Estimate | None
     why_not: str = ""
@@ -68,8 +70,15 @@ class Prediction:
         text = f"peak memory of rank 0: {measured / 2**30:.2f} GiB measured"
         if self.estimate is None:
             return f"{text}, not planned ({self.why_not})"
-        planned = self.estimate.ranks[0].total  # rank 0 is of the first pipeline rank
-        return f"{text}, {planned / 2**30:.2f} GiB planned ({planned / measured - 1:+.0%})"
+        parts = self.estimate.ranks[0].parts  # rank 0 is of the first pipeline rank
+        # What an allocator's peak does not have in it: the device's context, and what
+        # communicators take. Experts' worst case is planned for, and seldom comes.
+        outside = 0 if self.device == "cpu" else parts["runtime"] + parts["communication"]
+        planned = sum(parts.values()) - outside - parts["moe_imbalance"]
+        text += f", {planned / 2**30:.2f} GiB planned ({planned / measured - 1:+.0%})"
+        if parts["moe_imbalance"]:
+            text += f", and {parts['moe_imbalance'] / 2**30:.2f} for experts at their worst"
+        return text
 
 
 def predict(config: Any, nproc: int, platform: Any) -> Prediction:
@@ -79,6 +88,8 @@ def predict(config: Any, nproc: int, platform: Any) -> Prediction:
     """
     capacity = launch.memory_of_a_process(platform, nproc)
     try:
-        return Prediction(nproc, capacity, estimate(config, nproc, device=platform.name))
+        planned = estimate(config, nproc, device=platform.name)
     except Exception as error:
-        return Prediction(nproc, capacity, None, f"{type(error).__name__}: {error}")
+        why_not = f"{type(error).__name__}: {error}"
+        return Prediction(nproc, platform.name, capacity, None, why_not)
+    return Prediction(nproc, platform.name, capacity, planned)

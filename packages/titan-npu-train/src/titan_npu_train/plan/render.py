@@ -9,7 +9,7 @@ from rich.table import Table
 
 from titan_npu_train.plan.memory import PARTS, Estimate
 from titan_npu_train.plan.published import PublishedRow
-from titan_npu_train.plan.search import Candidate
+from titan_npu_train.plan.search import Candidate, gib
 
 __all__ = ["draw", "memory_table", "published_table", "splits_table"]
 
@@ -36,10 +36,12 @@ def memory_table(estimate: Estimate) -> Table:
         table.add_column(stage, justify="right")
     for part in PARTS:
         if any(rank.parts.get(part, 0) for rank in estimate.ranks):
-            values = [_gib(rank.parts.get(part, 0), 3) for rank in estimate.ranks]
+            values = [f"{rank.parts.get(part, 0) / 2**30:.3f}" for rank in estimate.ranks]
             table.add_row(part.replace("_", " "), *values)
     table.add_section()
-    table.add_row("together", *(_gib(rank.total, 3) for rank in estimate.ranks), style="bold")
+    table.add_row(
+        "together", *(f"{rank.total / 2**30:.3f}" for rank in estimate.ranks), style="bold"
+    )
     return table
 
 
@@ -61,8 +63,8 @@ def splits_table(candidates: Sequence[Candidate], title: str) -> Table:
             f"{split.rows} x {split.microbatches}",
             split.checkpointing,
             "yes" if split.swap else "no",
-            *(_gib(_group(largest.parts, group)) for group in GROUPS),
-            _gib(largest.total),
+            *(gib(_group(largest.parts, group)) for group in GROUPS),
+            gib(largest.total),
             *(_seconds(s) for s in (cost.compute, cost.communication, cost.bubble, cost.swap)),
             _seconds(cost.total),
             f"{cost.tokens_per_second_per_device:,.0f}",
@@ -70,9 +72,12 @@ def splits_table(candidates: Sequence[Candidate], title: str) -> Table:
     return table
 
 
-def published_table(rows: Sequence[tuple[PublishedRow, float]], device_memory: int) -> Table:
+def published_table(
+    rows: Sequence[tuple[PublishedRow, float]], device_memory: int, tokens: int
+) -> Table:
     """Rows of the published table, each with the seconds of communication of one sequence."""
-    table = Table(title="Published counting, GiB of a device", title_justify="left", box=None)
+    title = f"Published counting, GiB of a device, {tokens} tokens a data-parallel rank"
+    table = Table(title=title, title_justify="left", box=None)
     numbers = ("PP", "TP", "CP", "DP", "EP", "params 2^30", "param", "grad", "act", "MoE", "HCCL")
     for name in (*numbers, "total", "communication s", "fits"):
         table.add_column(name, justify="right")
@@ -91,7 +96,7 @@ def published_table(rows: Sequence[tuple[PublishedRow, float]], device_memory: i
     return table
 
 
-def draw(candidates: Sequence[Candidate], path: Path, *, title: str) -> None:
+def draw(candidates: Sequence[Candidate], device_memory: int, path: Path, *, title: str) -> None:
     """Write a PNG to ``path``, replacing it in one step: a bar a split, its parts stacked."""
     shown = list(reversed(candidates))  # the first on top
     height = 1.6 + 0.42 * len(shown)
@@ -103,10 +108,10 @@ def draw(candidates: Sequence[Candidate], path: Path, *, title: str) -> None:
         sizes = [_group(c.estimate.largest.parts, name) / 2**30 for c in shown]
         axes.barh(range(len(shown)), sizes, 0.7, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    memory = candidates[0].device_memory / 2**30
+    memory = device_memory / 2**30
     axes.axvline(memory, color=_INK, linewidth=1.2, linestyle="--")
     axes.annotate(
-        f"{memory:g} GiB", (memory, 1.0), xycoords=("data", "axes fraction"),
+        f"{memory:.3g} GiB", (memory, 1.0), xycoords=("data", "axes fraction"),
         xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8, color=_INK,
     )  # fmt: skip
     for y, (candidate, total) in enumerate(zip(shown, left, strict=True)):
@@ -133,10 +138,6 @@ def _label(candidate: Candidate) -> str:
 
 def _group(parts: dict[str, int], group: str) -> int:
     return sum(parts.get(part, 0) for part in GROUPS[group])
-
-
-def _gib(size: float, digits: int = 1) -> str:
-    return f"{size / 2**30:.{digits}f}"
 
 
 def _seconds(seconds: float) -> str:

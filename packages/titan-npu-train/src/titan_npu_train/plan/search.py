@@ -13,7 +13,7 @@ from titan_npu_train.plan.cost import ATLAS_A3, Cost, Machine, cost
 from titan_npu_train.plan.memory import Estimate, estimate
 from titan_npu_train.plan.split import Checkpointing, Split, global_rows, split_of
 
-__all__ = ["Candidate", "Found", "candidate_of", "candidates", "in_words", "search"]
+__all__ = ["Candidate", "Found", "candidate_of", "candidates", "gib", "in_words", "search"]
 
 MOST_TENSOR_RANKS = 16
 """Tensor parallelism beyond the devices of one host is not looked at."""
@@ -47,7 +47,7 @@ class Candidate:
         largest = self.estimate.largest
         where = f" on pipeline rank {largest.pipeline_rank}" if self.split.pipeline > 1 else ""
         return (
-            f"needs {self.size / 2**30:.1f} GiB of {self.device_memory / 2**30:.3g}{where}: "
+            f"needs {gib(self.size)} GiB of {self.device_memory / 2**30:.3g}{where}: "
             f"{in_words(largest.parts)}"
         )
 
@@ -87,9 +87,12 @@ class Found:
 def in_words(parts: Mapping[str, float]) -> str:
     """The largest parts, GiB."""
     largest = sorted(parts.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(
-        f"{name.replace('_', ' ')} {size / 2**30:.1f}" for name, size in largest if size
-    )
+    return ", ".join(f"{part.replace('_', ' ')} {gib(size)}" for part, size in largest if size)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, with as many digits as a small model needs."""
+    return f"{size / 2**30:.{1 if size >= 2**30 else 3}f}"
 
 
 def candidates(config: Any, world: int, *, swap: bool = True) -> Iterator[Split]:
@@ -165,7 +168,8 @@ def search(
     """
     splits = [s for s in candidates(config, world, swap=device != "cpu") if only(s)]
     costs = {split: cost(config, split, machine) for split in splits}
-    splits.sort(key=lambda split: (costs[split].total, split))
+    # Of two that cost the same (FSDP's communication may be all there is), what recomputes less.
+    splits.sort(key=lambda s: (costs[s].total, _CHECKPOINTING.index(s.checkpointing), s.swap, s))
     fitting: dict[tuple, Candidate] = {}
     too_large: dict[tuple, Candidate] = {}
     hopeless: dict[tuple, tuple[Split, dict[str, float]]] = {}
@@ -195,7 +199,12 @@ def search(
             continue
         progress(split, len(fitting), seen)
         seen += 1
-        needs = estimate(split.apply(config), world, device=device, exact=False)
+        try:
+            needs = estimate(split.apply(config), world, device=device, exact=False)
+        except (RuntimeError, ValueError) as error:  # as a run of it would
+            refused[f"{type(error).__name__}: {error}"].append(split)
+            ended.add(degrees)
+            continue
         candidate = Candidate(split, needs, costs[split], device_memory)
         if candidate.fits:
             fitting[degrees] = candidate
@@ -204,8 +213,6 @@ def search(
         other_size = too_large[degrees].size if degrees in too_large else float("inf")
         if candidate.size < other_size:
             too_large[degrees] = candidate
-        if _fixed(candidate) > device_memory:
-            ended.add(degrees)
     if not fitting and not too_large and not hopeless:
         reasons = "; ".join(refused) or (
             f"no division of {world} devices divides the batch of {global_rows(config, world)} rows"
@@ -239,12 +246,6 @@ def candidate_of(
 
 def _degrees(split: Split) -> tuple:
     return (split.pipeline, split.tensor, split.context, split.data, split.expert)
-
-
-def _fixed(candidate: Candidate) -> int:
-    """What neither checkpointing nor swapping makes smaller, of the rank that has least of it."""
-    kept = ("parameters", "gradients", "gathered", "moe_imbalance", "communication", "runtime")
-    return max(sum(rank.parts.get(part, 0) for part in kept) for rank in candidate.estimate.ranks)
 
 
 def _divisors(number: int) -> list[int]:

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from titan_npu_train import preflight
+from titan_npu_train.failures import UserError
 from titan_npu_train.optimizer import SwapOptions, SwappedOptimizers, swappable
 
 __all__ = ["Checkpointing", "Split", "global_rows", "split_of", "stages_of"]
@@ -123,10 +124,16 @@ def split_of(config: Any, world: int) -> Split:
     """How ``config`` itself divides ``world`` devices.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not, or has replicas, of which a split knows nothing.
     """
     preflight.check_layout(config, world)
     parallelism, training = config.parallelism, config.training
+    if (replicas := parallelism.data_parallel_replicate_degree) > 1:
+        raise UserError(
+            f"parallelism.data_parallel_replicate_degree is {replicas}: a plan is for weights that "
+            "are sharded over all data-parallel ranks. Plan one replica, with "
+            f"--world {world // replicas}; it needs the same memory"
+        )
     pipeline = parallelism.pipeline_parallel_degree
     tensor = parallelism.tensor_parallel_degree
     context = parallelism.context_parallel_degree
