@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import AdamW
 
-from swap_optimizer import SwapOptimizer
+from swap_optimizer import SwapOptimizer, peak_bytes
 from swap_optimizer.layout import partition
 from training import same_bits
 
@@ -42,6 +42,51 @@ def test_many_layers(parts):
     ends = partition([10] * 100, parts)
     sizes = {b - a for a, b in pairwise([0, *ends])}
     assert max(sizes) == -(-100 // parts)
+
+
+@given(WEIGHTS, st.data())
+def test_scaled_weights_are_divided_alike(weights, data):
+    """A parameter and its states, which are some times as large."""
+    parts = data.draw(st.integers(1, len(weights)))
+    assert partition(weights, parts) == partition([3 * w for w in weights], parts)
+
+
+@pytest.mark.parametrize("where", [0, 20, 48])
+def test_one_large_parameter_does_not_fill_the_others(where):
+    """With one of 31 % in 16 slices, the others are even shares of the rest."""
+    weights = [14] * 48
+    weights.insert(where, 302)
+    sizes = [sum(weights[a:b]) for a, b in pairwise([0, *partition(weights, 16)])]
+    assert max(sizes) == 302
+    assert sorted(sizes)[-2] <= 14 * 5 and min(sizes) >= 14 * 2
+
+
+def test_the_largest_parameters_one_by_one():
+    assert partition([1, 100, 50, 1, 1, 1, 1], 4) == [1, 2, 3, 7]
+    assert partition([0, 0, 0], 2)[-1] == 3
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("sizes", [[640] * 12, [5000, *[300] * 20], [*[300] * 9, 5000, 700, 800]])
+@pytest.mark.parametrize("slices", [1, 2, 5, 8])
+def test_peak_bytes_is_what_a_step_takes(sizes, slices, storage):
+    params = [nn.Parameter(torch.ones(n)) for n in sizes]
+    swap = SwapOptimizer(AdamW(params), slices=slices, storage=storage)
+    foreseen = peak_bytes([8 * n for n in sizes], slices)
+    aligned = 512 * 2 * len(sizes)
+    for least in (0, foreseen):  # states that are made, and states that are loaded
+        for p in params:
+            p.grad = torch.ones_like(p)
+        swap.step()
+        assert least <= swap.stats().device_peak_bytes < foreseen + aligned
+    swap.close()
+
+
+def test_peak_bytes_of_even_parameters_is_an_eighth():
+    assert peak_bytes([100] * 64, 16) == 6400 // 8
+    assert peak_bytes([10, 30], 1) == 40
+    with pytest.raises(ValueError, match="slices must be an integer from 1 to 2, the number of s"):
+        peak_bytes([10, 30], 3)
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=7)

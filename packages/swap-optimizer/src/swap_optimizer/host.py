@@ -1,5 +1,6 @@
 """Storage in host memory: pinned where there is an accelerator."""
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -77,7 +78,7 @@ class HostStorage(Storage):
         else:
             for entry, x in pieces.items():
                 streams.copy(streams.offload, entry.view(host), x)
-            slot.offloaded.append((self._largest, streams.record(streams.offload)))
+            slot.offloaded.append((sys.maxsize, streams.record(streams.offload)))
         self._offloaded[s.index] = end = slot.offloaded[-1][1]
         self.times.events.append(("offload", start, end))
 

@@ -1,7 +1,9 @@
 """Where the state of a slice's parameters lies in one flat buffer, and the slices themselves."""
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -217,27 +219,79 @@ def share(param: Tensor) -> int:
 def partition(weights: Sequence[int], parts: int) -> list[int]:
     """Ends of `parts` contiguous, non-empty runs of `weights` whose heaviest is lightest.
 
-    `parts` is between 1 and ``len(weights)``.
+    Among such divisions one whose other runs are about even: where a single weight decides the
+    heaviest run, the others are not filled up to it. `parts` is between 1 and ``len(weights)``.
     """
-    low, high = max(weights), max(1, sum(weights))
+    until = [0, *accumulate(weights)]
+    low, high = max(weights), max(1, until[-1])
     while low < high:
         middle = (low + high) // 2
-        if len(_runs(weights, middle, 1)) <= parts:
+        if _fewest(until, middle)[0] <= parts:
             high = middle
         else:
             low = middle + 1
-    return _runs(weights, low, parts)
+    fewest, n = _fewest(until, low), len(weights)
+    single = _heavier_than_even(weights, parts)
+    light = [0, *accumulate(w if i not in single else 0 for i, w in enumerate(weights))]
+    heavy = [0, *accumulate(int(i in single) for i in range(n))]
+    ends = [0]
+    for left in range(parts, 1, -1):
+        start = ends[-1]
+        # What can follow: `left - 1` runs that are not empty and not too heavy.
+        first = max(start + 1, bisect_left(fewest, 1 - left, key=lambda runs: -runs))
+        last = min(bisect_right(until, until[start] + low) - 1, n - left + 1)
+        rest, runs = light[n] - light[start], max(1, left - (heavy[n] - heavy[start]))
+        ends.append(min(range(first, last + 1), key=_distance(until, start, rest, runs)))
+    return [*ends[1:], n]
 
 
-def _runs(weights: Sequence[int], limit: int, parts: int) -> list[int]:
-    """Greedy runs of at most `limit`, leaving one weight for each of the `parts` still to come."""
-    ends: list[int] = []
-    total = 0
-    for i, weight in enumerate(weights):
-        left = len(weights) - i
-        started = i > (ends[-1] if ends else 0)
-        if started and (total + weight > limit or left < parts - len(ends)):
-            ends.append(i)
-            total = 0
-        total += weight
-    return [*ends, len(weights)]
+def _distance(until: Sequence[int], start: int, rest: int, runs: int) -> Callable[[int], int]:
+    """How far a run that ends there is from an even share of the rest, in whole numbers."""
+    return lambda end: abs((until[end] - until[start]) * runs - rest)
+
+
+def _fewest(until: Sequence[int], limit: int) -> list[int]:
+    """From each weight on, the fewest runs of at most `limit`; `until` are sums of weights."""
+    n = len(until) - 1
+    fewest = [0] * (n + 1)
+    for i in range(n - 1, -1, -1):
+        fewest[i] = 1 + fewest[bisect_right(until, until[i] + limit) - 1]
+    return fewest
+
+
+def _heavier_than_even(weights: Sequence[int], parts: int) -> set[int]:
+    """Weights that are more than an even share of what such weights leave over."""
+    rest, single = sum(weights), set()
+    for i in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
+        left = parts - len(single)
+        if left < 2 or weights[i] * left <= rest:
+            break
+        single.add(i)
+        rest -= weights[i]
+    return single
+
+
+def peak_bytes(sizes: Sequence[int], slices: int) -> int:
+    """Bytes that two slots take on the device in a step: what ``Stats.device_peak_bytes`` will be.
+
+    Args:
+        sizes: bytes of each parameter's states on this device, in the optimizer's order.
+        slices: as SwapOptimizer has them.
+
+    Returns:
+        Bytes, without what alignment adds: less than 512 for each state tensor.
+
+    Raises:
+        ValueError: `slices` is not between 1 and the number of parameters.
+    """
+    if not 1 <= slices <= len(sizes):
+        raise ValueError(
+            f"slices must be an integer from 1 to {len(sizes)}, the number of sizes, got {slices!r}"
+        )
+    parts = [sum(sizes[a:b]) for a, b in pairwise([0, *partition(sizes, slices)])]
+    return sum(slot_bytes(parts))
+
+
+def slot_bytes(slices: Sequence[int]) -> tuple[int, int]:
+    """Sizes of the two slots for slices of these bytes, which take turns."""
+    return max(slices[0::2], default=0), max(slices[1::2], default=0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from swap_optimizer.layout import Entry, Layout, Slice, State, dense_stride, local
+from swap_optimizer.layout import Entry, Layout, Slice, State, dense_stride, local, slot_bytes
 from swap_optimizer.streams import Streams
 from swap_optimizer.wrapped import bare_step
 
@@ -19,6 +19,7 @@ class Slot:
     """Room for one slice on the device.
 
     Attributes:
+        size: of the buffer, in bytes.
         buffer: bytes; None until something is loaded into it.
         views: the tensors in it that the optimizer got, by their place.
         own: tensors that the optimizer made itself and that are being offloaded.
@@ -26,6 +27,7 @@ class Slot:
         offloaded: when it is in the storage; the storage knows what it put here.
     """
 
+    size: int = 0
     buffer: Tensor | None = None
     views: dict[Entry, Tensor] = field(default_factory=dict)
     own: list[Tensor] = field(default_factory=list)
@@ -67,17 +69,15 @@ class Storage(ABC):
         self.device_peak = 0
         self.slots: list[Slot] = []
         self._turn = 0
-        self._largest = 0
 
     # --- a step ----------------------------------------------------------------------------------
 
     def begin(self, slices: Sequence[Slice]) -> None:
-        """Two slots, each for the largest of `slices`."""
+        """Two slots, each for the largest of those `slices` that it will have."""
         self.times = Times()
         self.device_peak = 0
-        self.slots = [Slot(), Slot()]
+        self.slots = [Slot(size) for size in slot_bytes([s.nbytes for s in slices])]
         self._turn = 0
-        self._largest = max((s.nbytes for s in slices), default=0)
 
     def next_slot(self) -> Slot:
         slot = self.slots[self._turn % 2]
@@ -87,7 +87,7 @@ class Storage(ABC):
 
     def room(self, slot: Slot) -> Tensor:
         if slot.buffer is None:
-            slot.buffer = torch.empty(self._largest, dtype=torch.uint8, device=self.device)
+            slot.buffer = torch.empty(slot.size, dtype=torch.uint8, device=self.device)
             # The allocator may give memory that what was computed last still uses.
             self.streams.wait(self.streams.load, self.streams.record(self.streams.current()))
         return slot.buffer
