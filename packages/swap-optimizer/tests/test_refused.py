@@ -122,6 +122,84 @@ class ListState(SGD):
         super().step()
 
 
+class Clips(SGD):
+    """Divides by the norm of all gradients where that is above a threshold."""
+
+    threshold = 10.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = float(torch.stack([p.grad.norm() for p in every]).norm())
+        for p in every:
+            p.sub_(p.grad * min(1.0, self.threshold / norm), alpha=0.1)
+
+
+class ClipsTiny(Clips):
+    threshold = 1e-3
+
+
+class Lookahead(SGD):
+    """Every tenth step goes half the way; counted in an attribute."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.steps_done = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.steps_done += 1
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            if self.steps_done % 10 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+class KeepsReferences(SGD):
+    """The moments are also in a dict of its own, where it looks for them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        mine = vars(self).setdefault("mine", {})
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            if p not in mine:
+                self.state[p]["m"] = mine[p] = torch.zeros_like(p)
+            p.sub_(mine[p].mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class OneMoment(SGD):
+    """One tensor is the state of every parameter of a shape."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = vars(self).setdefault("every", {})
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            m = self.state[p].setdefault("m", every.setdefault(p.shape, torch.zeros_like(p)))
+            p.sub_(m.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class ZeroForNone(SGD):
+    """A gradient that is missing is taken for zero."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            m = self.state[p].setdefault("m", torch.zeros_like(p))
+            p.mul_(0.99).sub_(m.mul_(0.9).add_(grad), alpha=0.1)
+
+
+class OnlyInItsState(SGD):
+    """What is computed from the number of parameters shows in the states alone."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"]]
+        for p in every:
+            self.state[p]["share"] = torch.full_like(p, 1 / len(every))
+
+
 class NeedsClosure(SGD):
     def step(self, closure):
         closure()
@@ -142,6 +220,13 @@ GROUPS = [{"params": params(2)}, {"params": params(2), "lr": 0.5}]
         (lambda: SharedState(params()), "states that belong to no parameter .'everyone'"),
         (lambda: FirstGroup(copy.deepcopy(GROUPS)), "FirstGroup gives other results"),
         (lambda: ListState(params()), "keeps tensors inside a list .state 'history'"),
+        (lambda: Clips(params()), "Clips gives other results for a parameter by itself"),
+        (lambda: ClipsTiny(params()), "ClipsTiny gives other results for a parameter by itself"),
+        (lambda: Lookahead(params()), "Lookahead gives other .*attribute 'steps_done' differs"),
+        (lambda: KeepsReferences(params()), r"KeepsReferences gives other results"),
+        (lambda: OneMoment(params()), r"OneMoment gives other results"),
+        (lambda: ZeroForNone(params()), "ZeroForNone does something for a parameter without"),
+        (lambda: OnlyInItsState(params()), r"OnlyInItsState gives other .*state 'share' differs"),
         (lambda: NeedsClosure(params()), "missing 1 required positional argument: 'closure'"),
     ],
 )
@@ -153,6 +238,51 @@ def test_coupled_optimizers(make, message, tmp_path):
         SwapOptimizer(optimizer, slices=2, storage="disk", path=tmp_path)
     assert optimizer.state_dict() == before and vars(optimizer) == attributes
     assert not list(tmp_path.iterdir())
+
+
+class NeedsGradients(SGD):
+    """Ends with an error where one is missing: not a reason to refuse it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            self.state[p].setdefault("best", torch.full_like(p, float("nan")))
+            p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_the_trial_lets_through(dtype):
+    """States that are not numbers, steps that overflow, and steps that need every gradient."""
+    for make in (NeedsGradients, Adam):
+        SwapOptimizer(make([nn.Parameter(p.detach().to(dtype)) for p in params()]), slices=2)
+
+
+class ChangesLater(SGD):
+    """A warm-up by itself, that begins after the trial's last step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["n"] = state.get("n", 0) + 1
+                if state["n"] > 5:
+                    group["lr"] = group["lr"] * 0.9
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_a_group_that_is_changed_later():
+    swap = SwapOptimizer(ChangesLater(params(), lr=0.1), slices=2)
+    for i in range(6):
+        for p in swap.param_groups[0]["params"]:
+            p.grad = torch.ones(3)
+        if i < 5:
+            swap.step()
+    message = r"changed its param group in a step \('lr'\).*in part: 0 of 2 slices were updated"
+    with pytest.raises(StepError, match=message) as error:
+        swap.step()
+    assert error.value.happened is None
+    assert swap.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])

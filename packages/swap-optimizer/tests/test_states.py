@@ -368,7 +368,29 @@ def test_an_error_of_the_wrapped_optimizer_says_what_happened(storage):
     with pytest.raises(RuntimeError) as error:
         swap.step()
     (note,) = error.value.__notes__
-    assert "the step was done in part: 1 of 3 slices were updated and stored" in note
+    assert "the step was done in part: 1 of 3 slices were updated and stored, one more may" in note
     assert optimizer.state is swap.state and len(optimizer.param_groups[0]["params"]) == 6
     give_grads(swap)
     swap.step()
+
+
+class FailsAfterwards(SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        if self.param_groups[0]["fails"]:
+            raise OSError("of the optimizer's own")
+
+
+def test_an_error_in_the_first_slice_is_not_a_step_that_was_not_done(storage):
+    optimizer = FailsAfterwards(params())
+    optimizer.param_groups[0]["fails"] = False
+    swap = SwapOptimizer(optimizer, slices=3, storage=storage)
+    give_grads(swap)
+    before = params()[0]
+    swap.param_groups[0]["fails"] = True
+    message = "own: the step was done in part: 0 of 3 slices .* one more may be changed in part"
+    with pytest.raises(StepError, match=message) as error:
+        swap.step()
+    assert error.value.happened is None
+    assert not torch.equal(swap.param_groups[0]["params"][0], before)

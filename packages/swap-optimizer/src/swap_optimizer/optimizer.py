@@ -16,7 +16,7 @@ from swap_optimizer.errors import StepError, SwapFileError
 from swap_optimizer.host import HostStorage
 from swap_optimizer.layout import Slice, State, check_plain, local, partition, share
 from swap_optimizer.npu_swapped import SwappedStorage
-from swap_optimizer.probe import probe, refuse_groups
+from swap_optimizer.probe import GroupChanged, probe, refuse_groups, refuse_rebound
 from swap_optimizer.storage import Slot, Storage
 from swap_optimizer.streams import streams_of
 from swap_optimizer.view import StateView
@@ -224,15 +224,17 @@ class SwapOptimizer(Optimizer):
             raise StepError(f"{error}. The step was not done", happened=False) from error
 
     def _run(self, active: list[Slice]) -> None:
-        storage, done = self._storage, 0
+        storage, begun, done = self._storage, 0, 0
 
         def happened() -> str:
-            if not done:
+            if not begun:
                 return "no slice was updated: the step was not done"
-            return (
-                f"the step was done in part: {done} of {len(active)} slices were updated and "
-                "stored, the others were not"
+            said = (
+                f"the step was done in part: {done} of {len(active)} slices were updated and stored"
             )
+            if begun > done:
+                return f"{said}, one more may be changed in part, any others were not"
+            return f"{said}, the others were not"
 
         storage.begin(active)
         try:
@@ -242,16 +244,16 @@ class SwapOptimizer(Optimizer):
                 storage.ready(s, slot)
                 if following is not None:
                     coming = storage.load(following)
-                state = self._update(s, storage.state(s, slot))
+                state = storage.state(s, slot)
+                begun += 1
+                state = self._update(s, state)
                 storage.store(s, slot, state)
                 del state  # else the last slice's would be alive while the next one's are made
                 done += 1
-        except (SwapFileError, OSError) as error:
-            raise StepError(f"{error}: {happened()}", None if done > 0 else False) from error
+        except (SwapFileError, OSError, GroupChanged) as error:
+            raise StepError(f"{error}: {happened()}", None if begun else False) from error
         except BaseException as error:
-            error.add_note(
-                f"swap-optimizer: {happened()}. The slice at which it failed may be changed in part"
-            )
+            error.add_note(f"swap-optimizer: {happened()}")
             raise
         finally:
             background = storage.finish()
@@ -261,7 +263,9 @@ class SwapOptimizer(Optimizer):
     def _update(self, s: Slice, state: State) -> State:
         wrapped = self._wrapped
         scaler = {name: vars(self)[name] for name in SCALER if name in vars(self)}
-        with acting_on(wrapped, narrow(wrapped.param_groups, s.params, s.groups), state):
+        groups = narrow(wrapped.param_groups, s.params, s.groups)
+        before = [dict(group) for group in groups]
+        with acting_on(wrapped, groups, state):
             for name, value in scaler.items():
                 setattr(wrapped, name, value)
             try:
@@ -269,6 +273,7 @@ class SwapOptimizer(Optimizer):
             finally:
                 for name in scaler:
                     delattr(wrapped, name)
+            refuse_rebound(before, groups)
             return dict(wrapped.state)
 
     # --- states ----------------------------------------------------------------------------------

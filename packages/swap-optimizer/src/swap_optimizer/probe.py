@@ -17,13 +17,34 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from swap_optimizer.layout import ALIGNMENT, is_swapped, local
 from swap_optimizer.wrapped import acting_on, bare_step, is_hooks, narrow
 
-STEPS = 3
+# Of the gradients, step by step: what happens only above or below some size shows in one of them.
+SCALES = (1.0, 1e4, 1e-4)
 # Parameters of more groups than that show nothing new.
 MOST_GROUPS = 8
 
 Kind = tuple[int, torch.dtype]
 # Shapes of toy and state, and the state's dtype.
 Made = tuple[torch.Size, torch.Size, torch.dtype]
+
+
+class GroupChanged(RuntimeError):
+    """A step that put another value into its param group, later than the trial could see."""
+
+
+def refuse_rebound(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> None:
+    """The same entries, and in them the same values, in a slice's groups as before its step.
+
+    Raises:
+        GroupChanged: naming the first one that is not.
+    """
+    for old, new in zip(before, after, strict=True):
+        for key in old | new:
+            a, b = old.get(key), new.get(key)
+            if key != "params" and a is not b and not _same(a, b):
+                raise GroupChanged(
+                    f"the wrapped optimizer changed its param group in a step ({key!r}), so its "
+                    "parameters are not independent of each other and it cannot be swapped"
+                )
 
 
 def refuse_groups(groups: Sequence[dict[str, Any]]) -> None:
@@ -63,10 +84,17 @@ def probe(optimizer: Optimizer) -> int:
     refuse_groups(optimizer.param_groups)
     try:
         together, apart = _Twin(optimizer), _Twin(optimizer)
-        for i in range(STEPS):
-            together.step(i, [list(range(len(together.toys)))])
-            apart.step(i, [[j] for j in range(len(apart.toys))])
+        for i, scale in enumerate(SCALES):
+            together.step(i, scale)
+            apart.step(i, scale, by_itself=True)
         made = together.made()
+        if what := together.differs(apart):
+            raise TypeError(
+                f"optimizer: {name} gives other results for a parameter by itself than for all "
+                f"together ({what}); only optimizers that update each parameter by itself can be "
+                "swapped"
+            )
+        _try_without_gradients(together, apart, name)
     except (TypeError, ValueError):
         raise
     except Exception as error:
@@ -74,8 +102,27 @@ def probe(optimizer: Optimizer) -> int:
             f"optimizer: whether {name} updates each parameter by itself could not be tried: its "
             f"step on small tensors failed ({error})"
         ) from error
-    together.compare(apart, name)
     return sum(_foresee(p, made) for group in optimizer.param_groups for p in group["params"])
+
+
+class _Coupled(TypeError):
+    """Said by the trial, not by the optimizer in it."""
+
+
+def _try_without_gradients(together: "_Twin", apart: "_Twin", name: str) -> None:
+    """One more step, in which every second toy has no gradient: those are left out apart."""
+    try:
+        together.step(len(SCALES), missing=True)
+    except _Coupled:
+        raise
+    except Exception:  # it cannot do such a step at all, swapped or not
+        return
+    apart.step(len(SCALES), missing=True, by_itself=True)
+    if what := together.differs(apart):
+        raise TypeError(
+            f"optimizer: {name} does something for a parameter without a gradient ({what}); in a "
+            "swapped step those are left out"
+        )
 
 
 class _Twin:
@@ -115,16 +162,26 @@ class _Twin:
     def _of_group(self, i: int) -> list[Tensor]:
         return [toy for toy, group in zip(self.toys, self.of, strict=True) if group == i]
 
-    def step(self, i: int, parts: list[list[int]]) -> None:
-        """Step number `i`, on each of the `parts` by itself.
+    def step(
+        self, i: int, scale: float = 1.0, missing: bool = False, by_itself: bool = False
+    ) -> None:
+        """Step number `i`.
+
+        Args:
+            scale: of the gradients.
+            missing: every second toy has no gradient.
+            by_itself: for each toy that has a gradient a step of its own, as if each were a slice.
 
         Raises:
-            TypeError: the step changes what all parameters share.
+            _Coupled: the step changes what all parameters share.
         """
         twin = self.optimizer
         for j, toy in enumerate(self.toys):
-            toy.grad = _values(toy, 10 * i + j + 5)
-        for part in parts:
+            given = not (missing and j % 2)
+            toy.grad = _values(toy, 10 * i + j + 5, scale) if given else None
+        numbers = range(len(self.toys))
+        parts = [[j] for j in numbers if self.toys[j].grad is not None]
+        for part in parts if by_itself else [list(numbers)]:
             toys = [self.toys[j] for j in part]
             groups = narrow(twin.param_groups, toys, [self.of[j] for j in part])
             before = [_copied(_shared(group), {}) for group in groups]
@@ -133,7 +190,7 @@ class _Twin:
                 bare_step(twin)(twin)
                 state = dict(twin.state)
             self._check(groups, before, state, toys)
-            twin.state.update(state)
+            twin.state.update({p: _moved(s) for p, s in state.items()} if by_itself else state)
 
     def _check(
         self,
@@ -146,12 +203,12 @@ class _Twin:
         for group, old in zip(groups, before, strict=True):
             for key in _shared(group).keys() | old.keys():
                 if not _same(group.get(key), old.get(key)):
-                    raise TypeError(
+                    raise _Coupled(
                         f"optimizer: {name} changes its param group in a step ({key!r}), so its "
                         "parameters are not independent of each other"
                     )
         if strangers := [key for key in state if not any(key is toy for toy in toys)]:
-            raise TypeError(
+            raise _Coupled(
                 f"optimizer: {name} has states that belong to no parameter ({strangers[0]!r})"
             )
 
@@ -166,14 +223,21 @@ class _Twin:
             for toy in reversed(self.toys)
         }
 
-    def compare(self, other: "_Twin", name: str) -> None:
+    def differs(self, other: "_Twin") -> str | None:
+        """What is not the same in two twins: parameters, states, or attributes that are numbers."""
         for a, b in zip(self.toys, other.toys, strict=True):
-            states = self.optimizer.state.get(a, {}), other.optimizer.state.get(b, {})
-            if not _same(a, b) or not _same(*states):
-                raise TypeError(
-                    f"optimizer: {name} gives other results for a parameter by itself than for all "
-                    "together; only optimizers that update each parameter by itself can be swapped"
-                )
+            if not _same(a, b):
+                return "parameters differ"
+            mine, its = (t.optimizer.state.get(p, {}) for t, p in ((self, a), (other, b)))
+            if not _same(mine, its):
+                keys = [k for k in mine | its if not _same(mine.get(k), its.get(k))]
+                return f"state {keys[0]!r} differs"
+        one, another = vars(self.optimizer), vars(other.optimizer)
+        for name in one | another:
+            values = one.get(name), another.get(name)
+            if any(isinstance(v, (int, float, Tensor)) for v in values) and not _same(*values):
+                return f"attribute {name!r} differs"
+        return None
 
 
 def _shared(group: dict[str, Any]) -> dict[str, Any]:
@@ -190,10 +254,16 @@ def _toy(p: Tensor, seed: int) -> Tensor:
     return torch.nn.Parameter(toy, requires_grad=x.dtype.is_floating_point or x.dtype.is_complex)
 
 
-def _values(like: Tensor, seed: int) -> Tensor:
-    """Numbers in (-1, 1) that repeat only for the same seed; no random generator is touched."""
+def _values(like: Tensor, seed: int, scale: float = 1.0) -> Tensor:
+    """Numbers in (-scale, scale) that repeat only for the same seed; no random generator is touched."""
     n = torch.arange(like.numel(), dtype=torch.float64)
-    return torch.sin(1.0 + 1.7 * n + 0.9 * seed).reshape(like.shape).to(like.device, like.dtype)
+    x = scale * torch.sin(1.0 + 1.7 * n + 0.9 * seed)
+    return x.reshape(like.shape).to(like.device, like.dtype)
+
+
+def _moved(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as it comes back from the storage: swapped tensors are others than before."""
+    return {k: v.clone() if is_swapped(k, v) else v for k, v in state.items()}
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -207,7 +277,10 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if isinstance(a, torch._subclasses.FakeTensor):
             return a.shape == b.shape  # there are no numbers
-        return a.dtype == b.dtype and torch.equal(a, b)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        both_nan = a.dtype.is_floating_point and a.isnan() & b.isnan()
+        return torch.equal(a, b) or bool(((a == b) | both_nan).all())
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and type(a) is type(b):
