@@ -29,6 +29,7 @@ TWO_RANKS = {
 FOUR_RANKS = {
     "hsdp": {"shape": (2, 2)},
     "hsdp, ac inside": {"shape": (2, 2), "ac": "inside"},
+    "to pairs": {"reshard": 2},
     "experts": {"experts": True},
     "experts, ac inside": {"experts": True, "ac": "inside"},
     "experts, ac outside": {"experts": True, "ac": "outside"},
@@ -298,6 +299,11 @@ def test_sizes_and_ranks(traces):
             "expert": 2,
             "full_precision": 4,
         }
+    for trace in traces["to pairs"]:
+        # After forward, two ranks have a whole layer between them.
+        for phase, ranks in (("forward", 4), ("backward", 2)):
+            gathers = [e for e in _only(trace, phase) if e.kind == "all_gather"]
+            assert {e.ranks for e in gathers if e.group == "dense"} == {ranks}
     for trace in traces["hsdp"]:
         assert {e.ranks for e in trace if getattr(e, "kind", "") == "all_gather"} == {2}
 
