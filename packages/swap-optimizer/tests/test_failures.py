@@ -1,15 +1,18 @@
 """Disks that are full, gone, cut short or taken: the step happens or not, and the error says it."""
 
+import copy
 import errno
 import gc
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,40 @@ def test_a_file_that_is_not_ours(tmp_path):
     assert target.read_text() == "my thesis"
 
 
+def test_a_file_that_was_torn(tmp_path):
+    """A process that died while it wrote the first bytes."""
+    file = tmp_path / "swap-optimizer-rank0-0.bin"
+    for n in (0, 5, len(swapfile.MAGIC), len(swapfile.MAGIC) + 8):
+        file.write_bytes((swapfile.MAGIC + b'{"host": "somewhere"')[:n])
+        on_disk(tmp_path).close()
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("nbytes", [0, 10, 1000])
+def test_no_room_for_the_first_bytes(tmp_path, nbytes):
+    """Nothing is left, and there it is once there is room."""
+    with largest_file(nbytes), pytest.raises(OSError, match="path: cannot"):
+        on_disk(tmp_path)
+    assert not list(tmp_path.iterdir())
+    on_disk(tmp_path).close()
+
+
+def test_a_relative_path(tmp_path, monkeypatch):
+    """Of the folder that was current when it was made; and of the user's home."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    swap = on_disk("here")
+    monkeypatch.chdir("elsewhere")
+    give_grads(swap)
+    swap.step()
+    assert len(list((tmp_path / "here").iterdir())) == 1
+    swap.close()
+    assert not list((tmp_path / "here").iterdir())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    on_disk("~/at home").close()
+    assert (tmp_path / "at home").is_dir()
+
+
 CHILD = """
 import os, sys, torch
 from swap_optimizer import SwapOptimizer
@@ -139,13 +176,24 @@ def child(folder, more, **options):
 
 def test_a_file_of_another_process(tmp_path):
     """It is refused while that lives, and replaced when it was killed."""
-    waiting = "print('ready', flush=True)\nsys.stdin.read()"
-    with child(tmp_path, waiting, stdin=subprocess.PIPE) as other:
-        assert other.stdout.readline() == "ready\n"
-        message = rf"rank0-0.bin is in use by process {other.pid} on .*a path of its own"
+    there, here = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        here.close()
+        try:
+            _held = swapfile.SwapFile(tmp_path)
+            there.send(b"ready")
+            there.recv(1)  # for as long as the test lives
+        finally:
+            os._exit(0)
+    with here:
+        there.close()
+        assert here.recv(5) == b"ready"
+        message = rf"rank0-0.bin is in use by process {pid} on .*a path of its own"
         with pytest.raises(SwapFileError, match=message):
             on_disk(tmp_path)
-        other.send_signal(signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     assert [p.name for p in tmp_path.iterdir()] == ["swap-optimizer-rank0-0.bin"]
     swap = on_disk(tmp_path)
     give_grads(swap)
@@ -183,6 +231,9 @@ def test_ranks_have_files_of_their_own(tmp_path, monkeypatch):
     swap = on_disk(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["swap-optimizer-rank3-0.bin"]
     swap.close()
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ValueError, match="RANK in the environment must be a number, got 'first'"):
+        on_disk(tmp_path)
 
 
 def test_a_temporary_folder_goes_away(monkeypatch, tmp_path):
@@ -196,23 +247,24 @@ def test_a_temporary_folder_goes_away(monkeypatch, tmp_path):
 # --- no room --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def largest_file():
-    """Files cannot grow over the number of bytes that is set, as on a disk that is full."""
+@contextmanager
+def largest_file(nbytes):
+    """Files cannot grow over that, as on a disk that is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
 
-    def limit(nbytes):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
 
-    yield limit
-    limit(soft)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_no_room_is_found_out_before_training(tmp_path, largest_file):
-    largest_file(100_000)
-    with pytest.raises(OSError, match=r"no room for [\d,]+ more bytes of optimizer state"):
+def test_no_room_is_found_out_before_training(tmp_path):
+    with (
+        largest_file(100_000),
+        pytest.raises(OSError, match=r"no room for [\d,]+ more bytes of optimizer state"),
+    ):
         on_disk(tmp_path, 4)
     assert not list(tmp_path.iterdir())
 
@@ -355,6 +407,46 @@ def test_an_error_in_reading(pair, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(swapfile.os, "preadv", fail)
         assert_not_done(pair, "Input/output error.* no slice was updated: the step was not done")
+    pair.step()
+    pair.assert_same()
+
+
+def test_loading_into_a_file_that_is_not_what_it_was(pair):
+    states = copy.deepcopy(pair.swap.state_dict())
+    pair.file.unlink()
+    with pytest.raises(SwapFileError, match=r"has vanished .*\. Nothing was loaded"):
+        pair.swap.load_state_dict(states)
+    pair.assert_same()
+
+
+def in_a_fork(function):
+    """What it returns in a forked process, which has ten seconds."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        try:
+            os.write(writing, function().encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def test_a_forked_process_cannot_step(pair):
+    def step():
+        try:
+            pair.swap.step()
+        except StepError as error:
+            return f"{error.happened} {error}"
+        return "a step"
+
+    give_grads(pair.swap)
+    said = in_a_fork(step)
+    assert said.startswith("False") and f"belongs to process {os.getpid()}, of which" in said
     pair.step()
     pair.assert_same()
 

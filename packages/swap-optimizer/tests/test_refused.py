@@ -44,6 +44,34 @@ def test_what_is_no_optimizer():
         SwapOptimizer(swap, slices=1)
 
 
+def test_a_second_one_around_the_same_optimizer():
+    optimizer = AdamW(params())
+    swap = SwapOptimizer(optimizer, slices=1)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="this AdamW is or was in a SwapOptimizer; make"):
+            SwapOptimizer(optimizer, slices=2)
+        assert optimizer.state is swap.state
+        swap.close()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameters_that_are_there_twice():
+    a, b, c, d = params()
+    message = "parameter 2 is the same tensor as parameter 0; expected each parameter once"
+    with pytest.raises(ValueError, match=message):
+        SwapOptimizer(AdamW([a, b, a]), slices=1)
+    tied = AdamW([a, b])
+    tied.param_groups.append({**tied.param_groups[0], "params": [a]})
+    with pytest.raises(ValueError, match=message):
+        SwapOptimizer(tied, slices=1)
+    swap = SwapOptimizer(AdamW([a, b]), slices=1)
+    with pytest.raises(ValueError, match="parameter 4 is the same tensor as parameter 2"):
+        swap.add_param_group({"params": [c, d, c]})
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        swap.add_param_group({"params": [a]})
+    assert len(swap.param_groups) == 1
+
+
 def test_parameters_on_two_devices():
     two = [*params(1), nn.Parameter(torch.empty(3, device="meta"))]
     with pytest.raises(ValueError, match="the parameters are on cpu, meta; expected one device"):

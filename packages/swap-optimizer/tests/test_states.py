@@ -129,7 +129,12 @@ def test_states_outlive_the_optimizer(storage):
     wanted = copy.deepcopy(states)
     swap.close()
     same_states(states, wanted)
-    for attempt in (swap.state_dict, lambda: swap.load_state_dict(states)):
+    more = {"params": params(1)}
+    for attempt in (
+        swap.state_dict,
+        lambda: swap.load_state_dict(states),
+        lambda: swap.add_param_group(more),
+    ):
         with pytest.raises(RuntimeError, match="is closed"):
             attempt()
     with pytest.raises(StepError, match=r"is closed\. The step was not done"):
@@ -172,6 +177,84 @@ def test_loading_replaces_all_states(storage):
     assert not swap.optimizer.state
     with pytest.raises(ValueError, match="parameter group"):
         swap.optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+
+
+PERMUTED = {
+    "all": [5, 4, 3, 2, 1, 0],
+    "in a slice": [1, 0, 2, 3, 5, 4],
+    "forwards": [5, 0, 1, 2, 3, 4],
+}
+
+
+@pytest.mark.parametrize("order", PERMUTED.values(), ids=PERMUTED)
+@pytest.mark.parametrize("keys", [{}, {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}])
+def test_loading_its_own_states_in_other_places(storage, order, keys):
+    """They are views of what is overwritten."""
+    plain, swap = AdamW(params()), SwapOptimizer(AdamW(params()), slices=3, storage=storage)
+    for optimizer in (plain, swap):
+        give_grads(optimizer)
+        optimizer.step()
+        states = optimizer.state_dict()
+        moved = {i: states["state"][j] for i, j in enumerate(order)}
+        moved = {i: {k: s[keys.get(k, k)] for k in s} for i, s in moved.items()}
+        optimizer.load_state_dict({**states, "state": moved})
+    same_states(plain.state_dict(), swap.state_dict())
+
+
+def test_loading_its_own_states_copies_none(storage, monkeypatch):
+    """In their own places they are the storage already."""
+    swap = SwapOptimizer(AdamW(params()), slices=3, storage=storage)
+    give_grads(swap)
+    swap.step()
+    states, wanted = swap.state_dict(), copy.deepcopy(swap.state_dict())
+    kept = []
+    apart = SwapOptimizer._apart
+    monkeypatch.setattr(SwapOptimizer, "_apart", lambda *a: kept.append(apart(*a)) or kept[-1])
+    swap.load_state_dict(states)
+    (loaded,) = kept
+    assert all(loaded[i][k] is states["state"][i][k] for i in loaded for k in loaded[i])
+    same_states(swap.state_dict(), wanted)
+
+
+def test_no_step_after_loading_that_failed(storage):
+    swap = SwapOptimizer(AdamW(params()), slices=3, storage=storage)
+    give_grads(swap)
+    swap.step()
+    good = copy.deepcopy(swap.state_dict())
+    bad = copy.deepcopy(good)
+    bad["state"][3] = 5
+    with pytest.raises(TypeError, match="has no len") as failed:
+        swap.load_state_dict(bad)
+    assert "the states of 1 of 3 slices were loaded" in failed.value.__notes__[0]
+    message = r"loading states failed before .* load them again\. The step was not done"
+    with pytest.raises(StepError, match=message) as error:
+        swap.step()
+    assert error.value.happened is False
+    swap.load_state_dict(good)
+    same_states(swap.state_dict(), good)
+    swap.step()
+
+
+def test_load_hooks_may_change_what_is_loaded(storage):
+    """The outer one's before the wrapped one's, as both are given."""
+    optimizer = AdamW(params())
+    swap = SwapOptimizer(optimizer, slices=3, storage=storage)
+    give_grads(swap)
+    swap.step()
+    states = swap.state_dict()
+
+    def add(n):
+        def hook(_, found):
+            state = {i: s | {"step": 2 * s["step"] + n} for i, s in found["state"].items()}
+            return {**found, "state": state}
+
+        return hook
+
+    swap.register_load_state_dict_pre_hook(add(1))
+    optimizer.register_load_state_dict_pre_hook(add(0.5))
+    swap.load_state_dict(states)
+    assert {float(s["step"]) for s in swap.state_dict()["state"].values()} == {2 * 3 + 0.5}
+    assert {float(s["step"]) for s in states["state"].values()} == {1.0}
 
 
 def test_hooks_run_once_a_step(storage):
@@ -281,6 +364,8 @@ def test_a_group_that_is_refused_is_not_added(storage):
     bad = {"params": [nn.Parameter(torch.empty(2, device="meta"))]}
     with pytest.raises(ValueError, match="parameters are on cpu, meta"):
         swap.add_param_group(bad)
+    with pytest.raises(ValueError, match="param group 1 has differentiable=True"):
+        swap.add_param_group({"params": params(1), "differentiable": True})
     give_grads(swap)
     swap.step()
     assert len(swap.param_groups) == 1

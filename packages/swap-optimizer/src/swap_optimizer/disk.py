@@ -1,6 +1,7 @@
 """Storage in a file, with a thread that reads ahead and one that writes behind."""
 
 import ctypes
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from swap_optimizer.errors import SwapFileError
 from swap_optimizer.layout import Entry, Slice
 from swap_optimizer.storage import Slot, Storage, as_bytes, tensors_in
 from swap_optimizer.streams import NoStreams, Streams
@@ -44,6 +46,7 @@ class DiskStorage(Storage):
         self._reader = ThreadPoolExecutor(1, "swap-optimizer-read")
         self._writer = ThreadPoolExecutor(1, "swap-optimizer-write")
         self._bounces: dict[str, Tensor] = {}
+        self._process = os.getpid()
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -176,6 +179,11 @@ class DiskStorage(Storage):
     # --- between steps ---------------------------------------------------------------------------
 
     def check(self) -> None:
+        if os.getpid() != self._process:  # threads are not forked, and nobody would answer
+            raise SwapFileError(
+                f"the swap file {self.file.path} belongs to process {self._process}, of which this "
+                "one is a fork; make a SwapOptimizer in each process"
+            )
         self.file.check()
 
     def show(self, s: Slice, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
@@ -184,6 +192,13 @@ class DiskStorage(Storage):
         held = self.held.get(s.index)
         buffer = self.file.show(self.regions[s.index]) if held is None else held
         return tensors_in(buffer, entries)
+
+    def shown(self, s: Slice) -> list[Tensor]:
+        held, region = self.held.get(s.index), self.regions.get(s.index)
+        found = [] if held is None else [held]
+        if region is not None and self.file.is_shown(region):
+            found.append(self.file.show(region))
+        return found
 
     @property
     def storage_bytes(self) -> int:

@@ -99,6 +99,9 @@ class HostStorage(Storage):
         self.streams.synchronize(self._offloaded.get(s.index))
         return tensors_in(self.buffers[s.index], entries)
 
+    def shown(self, s: Slice) -> list[Tensor]:
+        return [self.buffers[s.index]] if s.index in self.buffers else []
+
     @property
     def storage_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())

@@ -1,7 +1,7 @@
 """The optimizer around an optimizer."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -99,6 +99,7 @@ class SwapOptimizer(Optimizer):
         _check_arguments(optimizer, storage, path)
         params = params_of(optimizer)
         _check_slices(slices, len(params))
+        _refuse_twice(params)
         device = _device(params)
         nbytes = probe(optimizer)
         self._wrapped = optimizer
@@ -108,6 +109,7 @@ class SwapOptimizer(Optimizer):
         self._known = [id(p) for p in params]
         self._step_seconds = 0.0
         self._closed = False
+        self._torn = False
         self._storage = _storage(storage, optimizer, device, path, nbytes, slices)
         self._state = StateView(self._storage)
         self._divide(params, groups_of(optimizer), slices)
@@ -208,6 +210,8 @@ class SwapOptimizer(Optimizer):
 
         if self._closed:
             refuse("the SwapOptimizer is closed")
+        if self._torn:
+            refuse("loading states failed before it was through: load them again")
         if [id(p) for p in params_of(self._wrapped)] != self._known:
             refuse("param_groups have other parameters than before; add_param_group adds some")
         for i, group in enumerate(self.param_groups):
@@ -222,6 +226,10 @@ class SwapOptimizer(Optimizer):
             self._storage.check()
         except SwapFileError as error:
             raise StepError(f"{error}. The step was not done", happened=False) from error
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the SwapOptimizer is closed: its states are gone")
 
     def _run(self, active: list[Slice]) -> None:
         storage, begun, done = self._storage, 0, 0
@@ -290,6 +298,7 @@ class SwapOptimizer(Optimizer):
         """Fill the storage with states that come slice by slice."""
         storage, done = self._storage, 0
         storage.begin(self._slices)
+        self._torn = True
         try:
             for s in self._slices:
                 slot = storage.load(s, fresh=True)
@@ -306,6 +315,7 @@ class SwapOptimizer(Optimizer):
             background = storage.finish()
         if background:
             raise background[0]
+        self._torn = False
         if failures := storage.failures():
             raise SwapFileError(
                 f"the states were loaded, but {storage.held_bytes:,} bytes could not be written: "
@@ -318,8 +328,7 @@ class SwapOptimizer(Optimizer):
 
         They show the states as they are now; after another step, ask again.
         """
-        if self._closed:
-            raise RuntimeError("the SwapOptimizer is closed: its states are gone")
+        self._refuse_closed()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state_dict = self._wrapped.state_dict()
@@ -337,10 +346,15 @@ class SwapOptimizer(Optimizer):
 
         Raises:
             ValueError: groups that do not fit; nothing was changed.
-            SwapFileError: loaded, but the disk had no room; nothing is lost.
+            SwapFileError: the file is not what it was, and nothing was changed; or loaded, but the
+                disk had no room, and nothing is lost. The message says which.
+            RuntimeError: it is closed.
         """
-        if self._closed:
-            raise RuntimeError("the SwapOptimizer is closed: there is nothing to load into")
+        self._refuse_closed()
+        try:
+            self._storage.check()
+        except SwapFileError as error:
+            raise SwapFileError(f"{error}. Nothing was loaded") from error
         wrapped = self._wrapped
         state_dict = state_dict.copy()
         for owner in (self, wrapped):
@@ -351,11 +365,44 @@ class SwapOptimizer(Optimizer):
         with acting_on(wrapped, wrapped.param_groups, {}):
             wrapped.load_state_dict({**state_dict, "state": {}})
             groups = wrapped.param_groups
+        state_dict = {**state_dict, "state": self._apart(state_dict)}
         wrapped.param_groups = groups
         self._fill(lambda s: self._load(s, state_dict))
         for owner in (wrapped, self):
             for post_hook in owner._optimizer_load_state_dict_post_hooks.values():
                 post_hook(owner)
+
+    def _apart(self, state_dict: dict[str, Any]) -> dict[Any, Any]:
+        """The states to load, with copies of tensors that loading would overwrite first.
+
+        Such are our own storage, in the place of another state: of a state_dict that was permuted.
+        """
+        spans = [
+            (x.data_ptr(), x.data_ptr() + x.nbytes)
+            for s in self._slices
+            for x in self._storage.shown(s)
+        ]
+        if not spans:
+            return state_dict["state"]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        of = dict(zip(numbers, params_of(self._wrapped), strict=True))
+        states: dict[Any, Any] = {}
+        for number, values in state_dict["state"].items():
+            own = self._state[of[number]] if number in of else {}
+
+            def apart(key: str, value: Any, own: Mapping[str, Any] = own) -> Any:
+                if not isinstance(value, Tensor) or local(value).is_meta:
+                    return value
+                at = local(value).data_ptr()
+                if not any(a <= at < b for a, b in spans):
+                    return value
+                there = own.get(key)
+                same = isinstance(there, Tensor) and local(there).data_ptr() == at
+                return value if same else value.clone()
+
+            is_dict = isinstance(values, Mapping)
+            states[number] = {k: apart(k, v) for k, v in values.items()} if is_dict else values
+        return states
 
     def _load(self, s: Slice, state_dict: dict[str, Any]) -> State:
         """A slice's states out of a state_dict, as the wrapped optimizer loads them."""
@@ -381,11 +428,13 @@ class SwapOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, in slices of their own that are about as large as the others."""
+        self._refuse_closed()
         wrapped = self._wrapped
         wrapped.add_param_group(param_group)
         added = wrapped.param_groups[-1]["params"]
         try:
             refuse_groups(wrapped.param_groups)
+            _refuse_twice(params_of(wrapped))
             _device(params_of(wrapped))
         except BaseException:
             wrapped.param_groups.pop()
@@ -431,6 +480,11 @@ def _check_arguments(optimizer: object, storage: object, path: object) -> None:
             "optimizer must be a torch.optim.Optimizer that is not swapped already, "
             f"got {type(optimizer).__name__}"
         )
+    if isinstance(optimizer.state, StateView):
+        raise TypeError(
+            f"optimizer: this {type(optimizer).__name__} is or was in a SwapOptimizer; "
+            "make a new one"
+        )
     if storage not in STORAGES:
         raise ValueError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
     if path is not None and storage != "disk":
@@ -443,6 +497,16 @@ def _check_slices(slices: object, params: int) -> None:
             f"slices must be an integer from 1 to {params}, the number of parameters, "
             f"got {slices!r}"
         )
+
+
+def _refuse_twice(params: Sequence[Tensor]) -> None:
+    first: dict[int, int] = {}
+    for i, p in enumerate(params):
+        if (j := first.setdefault(id(p), i)) != i:
+            raise ValueError(
+                f"parameter {i} is the same tensor as parameter {j}; expected each parameter once, "
+                "also where modules share it"
+            )
 
 
 def _device(params: Sequence[Tensor]) -> torch.device:
@@ -470,5 +534,5 @@ def _storage(
     streams = streams_of(device)
     if storage == "host":
         return HostStorage(device, streams)
-    folder = None if path is None else Path(path)
+    folder = None if path is None else Path(path).expanduser().absolute()
     return DiskStorage(device, streams, folder, nbytes, slices)

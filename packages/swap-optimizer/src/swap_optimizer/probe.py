@@ -255,7 +255,7 @@ def _toy(p: Tensor, seed: int) -> Tensor:
 
 
 def _values(like: Tensor, seed: int, scale: float = 1.0) -> Tensor:
-    """Numbers in (-scale, scale) that repeat only for the same seed; no random generator is touched."""
+    """Numbers in (-scale, scale), the same for the same seed; no random generator is touched."""
     n = torch.arange(like.numel(), dtype=torch.float64)
     x = scale * torch.sin(1.0 + 1.7 * n + 0.9 * seed)
     return x.reshape(like.shape).to(like.device, like.dtype)

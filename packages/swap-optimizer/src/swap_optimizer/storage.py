@@ -162,6 +162,10 @@ class Storage(ABC):
     def show(self, s: Slice, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
         """State tensors of a slice, on the host, for reading and writing."""
 
+    def shown(self, s: Slice) -> list[Tensor]:
+        """Bytes that tensors which `show` gave out may be in, if any are still alive."""
+        return []
+
     @property
     @abstractmethod
     def storage_bytes(self) -> int:

@@ -66,6 +66,9 @@ class SwapFile:
             raise OSError(
                 error.errno, f"path: cannot make a swap file there: {error.strerror}", str(folder)
             ) from error
+        except BaseException:
+            self._remove_folder()
+            raise
         self._end = HEADER
         self._inode = _identity(os.fstat(self.fd))
         folder_to_remove = self.folder if self.temporary else None
@@ -213,6 +216,9 @@ class SwapFile:
                 self._trimmer.start()
         return torch.frombuffer(found, dtype=torch.uint8)
 
+    def is_shown(self, region: Region) -> bool:
+        return self._live(region) is not None
+
     def _live(self, region: Region) -> mmap.mmap | None:
         reference = self._maps.get(region)
         return None if reference is None else reference()
@@ -255,7 +261,10 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def _rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
+    if not rank.isdecimal():
+        raise ValueError(f"RANK in the environment must be a number, got {rank!r}")
+    return int(rank)
 
 
 def _open(folder: Path) -> tuple[Path, int]:
@@ -281,7 +290,7 @@ def _take(path: Path, fd: int) -> bool | None:
     status = os.fstat(fd)
     header = os.pread(fd, HEADER, 0) if stat.S_ISREG(status.st_mode) else b"?"
     owner = _owner(header)
-    if header and owner is None:
+    if not MAGIC.startswith(header[: len(MAGIC)]):
         raise SwapFileError(
             f"path: {path} is there and was not written by swap-optimizer; "
             "move it away or give another path"
@@ -305,9 +314,13 @@ def _take(path: Path, fd: int) -> bool | None:
     except FileNotFoundError:
         return False
     me = {"host": socket.gethostname(), "pid": os.getpid()}
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, MAGIC + json.dumps(me).encode(), 0)
-    os.posix_fallocate(fd, 0, HEADER)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, MAGIC + json.dumps(me).encode(), 0)
+        os.posix_fallocate(fd, 0, HEADER)
+    except BaseException:
+        path.unlink()  # ours: it is locked, and the one at that path
+        raise
     return True
 
 
