@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from swap_optimizer import StepError, SwapOptimizer
+from swap_optimizer.swapfile import PAGE, SwapFile
 from training import OPTIMIZERS, Training, assert_same_bits, same_bits, swapped
 
 STORAGES = ["host", "disk"]
@@ -214,6 +215,43 @@ def test_loading_its_own_states_copies_none(storage, monkeypatch):
     (loaded,) = kept
     assert all(loaded[i][k] is states["state"][i][k] for i in loaded for k in loaded[i])
     same_states(swap.state_dict(), wanted)
+
+
+def test_views_outlive_another_layout(storage):
+    """Loading states of other sizes makes room for them; what shows the old ones keeps it."""
+    swap = SwapOptimizer(AdamW(params(size=20000)), slices=3, storage=storage)
+    larger = AdamW(params(size=20000), amsgrad=True)
+    for optimizer in (swap, larger):
+        give_grads(optimizer)
+        optimizer.step()
+    views, wanted = swap.state_dict(), copy.deepcopy(swap.state_dict())
+    small = {**wanted, "state": {}}
+    for states in (larger.state_dict(), small, larger.state_dict()):
+        swap.load_state_dict(states)
+        give_grads(swap, 3)
+        swap.step()
+    same_states(views, wanted)
+
+
+def test_room_is_used_again():
+    """Not by regions that are shown; and neighbours are one region again."""
+    file = SwapFile(None)
+    a, b, c = (file.allocate(PAGE) for _ in range(3))
+    whole, first, last = file.nbytes, a.offset, c.offset
+    view = file.show(b)
+    view.fill_(7)
+    for region in (a, b, c):
+        file.free(region)
+    d, e = file.allocate(PAGE), file.allocate(PAGE)
+    assert {d.offset, e.offset} == {first, last} and file.nbytes == whole
+    for region in (d, e):
+        file.write(region, torch.zeros(PAGE, dtype=torch.uint8))
+    assert (view == 7).all()
+    del view
+    for region in (d, e):
+        file.free(region)
+    assert file.allocate(3 * PAGE).offset == first and file.nbytes == whole
+    file.close()
 
 
 def test_no_step_after_loading_that_failed(storage):

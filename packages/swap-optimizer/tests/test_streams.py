@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lazy_streams import LazyStreams, Misuse
+from lazy_streams import Event, LazyStreams, Misuse
 from swap_optimizer import disk, host
 from swap_optimizer import optimizer as module
 from swap_optimizer.host import HostStorage
@@ -69,6 +69,39 @@ def test_both_directions_at_once(monkeypatch):
     # The last load waits for one piece after the other, not for all of them before the first.
     order = ["wait" if hasattr(w, "position") else "copy" for w in streams.load.work[-8:]]
     assert order == ["wait", "copy"] * 4
+
+
+def test_what_is_written_to_disk_waits_for_the_update(monkeypatch):
+    """The lazy streams compute at once; a device would still be at it."""
+    streams = LazyStreams(chance=0.0, strict=False)
+    monkeypatch.setattr(module, "streams_of", lambda device: streams)
+    swap = Training(OPTIMIZERS["AdamW"], swapped("disk", 3)).run(range(2))
+    for _ in range(2):
+        del streams.offload.work[streams.offload.done :]
+        before, first = len(streams.compute.work), len(streams.offload.work)
+        swap.step(4)
+        # Between the copies of two slices there is a wait for an update that was later.
+        seen, copied = before, set()
+        for item in streams.offload.work[first:]:
+            if isinstance(item, Event) and item.stream is streams.compute:
+                seen = item.position
+            elif isinstance(item, tuple):
+                copied.add(seen)
+        assert before not in copied and len(copied) == 3
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_memory_of_the_slots_may_still_be_computed_with(monkeypatch, storage):
+    """What the allocator gives has been freed, but perhaps not yet used up, by the computation."""
+    streams = LazyStreams(chance=0.0, strict=False)
+    monkeypatch.setattr(module, "streams_of", lambda device: streams)
+    swap = Training(OPTIMIZERS["AdamW"], swapped(storage, 3)).run(range(2))
+    before, first = len(streams.compute.work), len(streams.load.work)
+    swap.step(4)
+    work = streams.load.work[first:]
+    copy = next(i for i, item in enumerate(work) if isinstance(item, tuple))
+    waits = [w for w in work[:copy] if isinstance(w, Event) and w.stream is streams.compute]
+    assert waits and waits[-1].position > before
 
 
 # --- the checks themselves notice what is missing -------------------------------------------------

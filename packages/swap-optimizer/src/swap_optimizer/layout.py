@@ -167,7 +167,7 @@ def check_plain(x: Tensor, what: str) -> None:
         TypeError: naming `what` and its type.
     """
     inner = local(x)
-    if type(inner) not in _PLAIN and not _is_fake(inner):
+    if type(inner) not in _PLAIN and not is_fake(inner):
         raise TypeError(
             f"{what} is a {type(inner).__name__}; expected a plain torch.Tensor or a DTensor of one"
         )
@@ -178,7 +178,7 @@ def check_plain(x: Tensor, what: str) -> None:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _is_fake(x: Tensor) -> bool:
+def is_fake(x: Tensor) -> bool:
     return isinstance(x, torch._subclasses.FakeTensor)
 
 

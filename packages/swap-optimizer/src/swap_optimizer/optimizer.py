@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from swap_optimizer.disk import DiskStorage
 from swap_optimizer.errors import StepError, SwapFileError
 from swap_optimizer.host import HostStorage
-from swap_optimizer.layout import Slice, State, check_plain, local, partition, share
+from swap_optimizer.layout import Slice, State, check_plain, is_fake, local, partition, share
 from swap_optimizer.npu_swapped import SwappedStorage
 from swap_optimizer.probe import GroupChanged, probe, refuse_groups, refuse_rebound
 from swap_optimizer.storage import Slot, Storage
@@ -259,7 +259,7 @@ class SwapOptimizer(Optimizer):
                 del state  # else the last slice's would be alive while the next one's are made
                 done += 1
         except (SwapFileError, OSError, GroupChanged) as error:
-            raise StepError(f"{error}: {happened()}", None if begun else False) from error
+            raise StepError(f"{error}: {happened()}", None if begun > 0 else False) from error
         except BaseException as error:
             error.add_note(f"swap-optimizer: {happened()}")
             raise
@@ -381,6 +381,7 @@ class SwapOptimizer(Optimizer):
             (x.data_ptr(), x.data_ptr() + x.nbytes)
             for s in self._slices
             for x in self._storage.shown(s)
+            if not is_fake(x)
         ]
         if not spans:
             return state_dict["state"]
