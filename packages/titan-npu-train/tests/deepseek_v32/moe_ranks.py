@@ -37,6 +37,7 @@ from titan_npu_train.deepseek_v32.load_balance import (
 )
 from titan_npu_train.deepseek_v32.moe import MoE
 from titan_npu_train.deepseek_v32.moe_sharding import set_moe_sharding
+from titan_npu_train.fsdp import FSDPOptions
 
 B, L = 4, 16
 
@@ -221,6 +222,7 @@ def _run(case: Case, wanted: Result) -> Report:
         dims,
         TrainingConfig(mixed_precision_param="float32"),
         ParallelismConfig(spmd_backend=case.backend),
+        FSDPOptions(),
     )
     hooks = Hooks()
     register_moe_load_balancing(hooks, [model], dims)

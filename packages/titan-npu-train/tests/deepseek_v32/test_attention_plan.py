@@ -21,6 +21,7 @@ from titan_custom_cp import DSAContextParallelContext
 from titan_npu_train.deepseek_v32 import FLAVORS, model_config, parallelize
 from titan_npu_train.deepseek_v32.indexer_loss import DSAMasks
 from titan_npu_train.deepseek_v32.model import DeepSeekV32Model
+from titan_npu_train.fsdp import FSDPOptions
 from titan_ranks import run_ranks
 
 LAYERS, SEQ_LEN = 2, 64
@@ -46,7 +47,7 @@ def _count(typecheck: bool = False, coefficient: float = 1.0, **degrees: int):
     model.init_states()
     model.parallelize(dims)
     training = TrainingConfig(mixed_precision_param="float32")
-    parallelize._apply_fsdp(model, dims, training, parallelism)
+    parallelize._apply_fsdp(model, dims, training, parallelism, FSDPOptions())
 
     tokens = torch.arange(SEQ_LEN).remainder(DENSE.vocab_size).unsqueeze(0)
     positions = packed_positions((40, 24))

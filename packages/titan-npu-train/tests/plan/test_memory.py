@@ -33,6 +33,13 @@ SPLITS = {
             *("--training.local_batch_size", "1", "activation_checkpoint:full"),
         ],
     ),
+    "accumulated": ("debugmodel", 2, ["--training.global_batch_size", "16"]),
+    "hsdp": ("debugmodel", 4, ["--parallelism.data_parallel_replicate_degree", "2"]),
+    "two ahead": (
+        "debugmodel",
+        2,
+        ["--fsdp.prefetch_forward", "2", "--fsdp.prefetch_backward", "2"],
+    ),
     "mtp": ("debugmodel_mtp", 2, []),
     "warmup": ("debugmodel_warmup", 2, []),
     "wide": ("4layers", 8, options(expert=8)),

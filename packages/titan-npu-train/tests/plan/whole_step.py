@@ -60,6 +60,7 @@ class Resized(simulate.Storages):
 
 
 def whole_step(config: Any, world: int, rank: int = 0) -> Step:
+    """One forward and backward; two, the second to accumulate, with a global batch size."""
     config = as_trained(copy.deepcopy(config))
     with fake_world(config, world, rank) as dims:
         simulate._plan_dispatch(config, crowded=False)
@@ -95,11 +96,13 @@ def whole_step(config: Any, world: int, rank: int = 0) -> Step:
             count.live = count.peak = 0
             _watch_gathered(model, count)
             with count:
-                output = model(tokens, **kwargs)
-                loss, _ = loss_fn(output, labels, torch.ones(()), positions=kwargs["positions"])
-                del output
-                loss.backward()
-                del loss
+                for _ in range(2 if config.training.global_batch_size > 0 else 1):
+                    output = model(tokens, **kwargs)
+                    positions = kwargs["positions"]
+                    loss, _ = loss_fn(output, labels, torch.ones(()), positions=positions)
+                    del output
+                    loss.backward()
+                    del loss
             count.look()
             return Step(parameters, count.peak, count.live)
 

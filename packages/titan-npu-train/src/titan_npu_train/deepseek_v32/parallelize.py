@@ -31,6 +31,7 @@ from torchtitan.distributed.full_dtensor import (
 from fsdp2_npu import shard_model
 from titan_npu_train.deepseek_v32.attention import attention_modules
 from titan_npu_train.deepseek_v32.model import DeepSeekV32Model
+from titan_npu_train.fsdp import FSDPOptions
 
 __all__ = ["DSASelectiveAC", "parallelize_deepseek_v32"]
 
@@ -92,7 +93,8 @@ def parallelize_deepseek_v32(
     if compile_config.enable and "model" in compile_config.components:
         compile_regions(model, backend=compile_config.backend)
 
-    _apply_fsdp(model, parallel_dims, training, parallelism)
+    assert isinstance(model.config, DeepSeekV32Model.Config)
+    _apply_fsdp(model, parallel_dims, training, parallelism, model.config.fsdp)
     return model
 
 
@@ -146,6 +148,7 @@ def _apply_fsdp(
     parallel_dims: ParallelDims,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
+    options: FSDPOptions,
 ) -> None:
     mesh, mesh_dims, expert_mesh, expert_mesh_dims = _fsdp_meshes(parallel_dims)
     blocks: list[nn.Module | list[nn.Module]] = []
@@ -154,8 +157,6 @@ def _apply_fsdp(
     blocks += _blocks(model)
     if model.norm is not None and model.lm_head is not None:
         blocks.append([model.norm, model.lm_head])
-    assert isinstance(model.config, DeepSeekV32Model.Config)
-    options = model.config.fsdp
     kept_for_all_microbatches = parallel_dims.pp_enabled and options.pipeline_reduction == "last"
     reshard = {
         "always": True,
