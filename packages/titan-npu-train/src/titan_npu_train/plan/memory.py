@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.optimizer import OptimizersContainer
 
+from swap_optimizer import peak_bytes
 from titan_npu_train import platform
 from titan_npu_train.optimizer import SwapOptions, SwappedOptimizers
 from titan_npu_train.plan.layout import Block, Group, Layout, Parameter, as_trained
@@ -530,35 +531,23 @@ class _OptimizerNeeds:
         trained = [p for p in parameters if p.trained]
         swap = config.swap if isinstance(config, SwappedOptimizers.Config) else SwapOptions()
         storage = swap.storage
-        states, extra = _optimizer_states(config, trained, rank)
-        total = sum(states)
+        states, kept, extra = _optimizer_states(config, trained, rank)
+        total = sum(states) + kept
         self.between_steps, self.in_step = total, total + extra
         if storage is None or (storage == "host" and device == "cpu"):
             return
         if storage == "npu_swapped":
-            self.between_steps, self.in_step = 0, extra
+            self.between_steps, self.in_step = kept, kept + extra
             return
-        self.between_steps = 0
-        self.in_step = _two_slices(states, min(swap.slices, len(states))) + extra
-
-
-def _two_slices(states: list[int], slices: int) -> int:
-    """The largest two neighbours of contiguous slices of about equal bytes."""
-    ends = [sum(states) * (i + 1) / slices for i in range(slices)]
-    sizes = [0] * slices
-    done, at = 0, 0
-    for size in states:
-        if at < slices - 1 and done + size / 2 > ends[at]:
-            at += 1
-        sizes[at] += size
-        done += size
-    return max((sum(sizes[i : i + 2]) for i in range(slices)), default=0)
+        self.between_steps = kept
+        self.in_step = kept + peak_bytes(states, min(swap.slices, len(states))) + extra
 
 
 def _optimizer_states(
     config: OptimizersContainer.Config, parameters: Sequence[Parameter], rank: int
-) -> tuple[list[int], int]:
-    """States of each parameter, and what a step needs besides."""
+) -> tuple[list[int], int, int]:
+    """States of each parameter, in the optimizer's order; states that are scalars; and what a step
+    needs besides."""
     patterns = [re.compile(group.pattern) for group in config.param_groups]
 
     def kind(p: Parameter) -> tuple:
@@ -582,14 +571,17 @@ def _optimizer_states(
         with Storages() as count:
             optimizers.step()
         state = {id(p): s for o in optimizers for p, s in o.state.items()}
-        sizes = {
-            k: sum(
-                x.numel() * x.element_size()
-                for x in state.get(id(tensors[p.name]), {}).values()
-                if isinstance(x, torch.Tensor)
-            )
+        tensors_of = {
+            k: [x for x in state.get(id(tensors[p.name]), {}).values() if torch.is_tensor(x)]
             for k, p in named.items()
         }
+        sizes, scalars = (
+            {
+                k: sum(x.nbytes for x in xs if (x.dim() > 0) == wanted)
+                for k, xs in tensors_of.items()
+            }
+            for wanted in (True, False)
+        )
         together = any(group.get("foreach") for o in optimizers for group in o.param_groups)
     peak = now = 0
     for _, size in count.events:
@@ -600,7 +592,8 @@ def _optimizer_states(
         shown = sum(t.numel() for t in tensors.values())
         numel = sum(p.local_bytes(rank) // p.dtype.itemsize for p in parameters)
         peak = peak * numel // max(shown, 1)
-    return [sizes[k] for k in kinds], peak
+    in_groups = sorted(kinds, key=lambda k: k[0])
+    return [sizes[k] for k in in_groups], sum(scalars[k] for k in kinds), peak
 
 
 def _place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
