@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torchtitan.distributed import spmd_types
 
 from planned import configured, options
 from titan_npu_train.optimizer import SwapOptions
@@ -192,6 +193,21 @@ def test_notes_say_what_is_assumed():
     notes = " ".join(estimate(configured("671b_4k_128die"), 128, device="npu", exact=False).notes)
     for word in ("HCCL_BUFFSIZE", "assumed", "262,144", "without data"):
         assert word in notes
+
+
+@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
+def test_a_model_works_in_the_same_process_after_it(backend):
+    """As when titan-npu plans a run, starts it and then evaluates what it trained."""
+    config = configured(
+        "debugmodel", *options(expert=2, tensor=2), "--parallelism.spmd_backend", backend
+    )
+    estimate(config, 2)
+    assert spmd_types.spmd_sparse_mesh() is None
+    model = configured("debugmodel").model_spec.model.build()
+    model.init_states()
+    tokens = torch.arange(64).unsqueeze(0)
+    logits = model(tokens, tokens, model.get_attention_masks(tokens))
+    assert logits.isfinite().all()
 
 
 def test_nothing_is_left_behind_or_changed():

@@ -33,6 +33,7 @@ from torchtitan.distributed.pipeline_parallel import (
     _generate_llm_fqn_per_model_part,
     _get_pipeline_metadata,
 )
+from torchtitan.distributed.spmd_types import set_spmd_meshes
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -287,6 +288,8 @@ def fake_world(config: Any, world: int, rank: int = 0) -> Generator[ParallelDims
         if dist.is_initialized():
             dist.destroy_process_group()
         dist_utils.set_spmd_backend(backend)
+        # Outside of training there are none; modules look here whether experts are parallel.
+        set_spmd_meshes(dense_mesh=None, sparse_mesh=None)  # pyrefly: ignore[bad-argument-type]
         _clear_sharding_prop_cache()
         logger.setLevel(level)
 
