@@ -28,9 +28,10 @@ def test_a_preset_s_split_and_back(preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_its_options_make_the_same_split(preset):
+@pytest.mark.parametrize("swap", [False, True])
+def test_its_options_make_the_same_split(preset, swap):
     split = split_of(getattr(config_registry, preset)(), 128)
-    other = dataclasses.replace(split, tensor=2, data=2 * split.data, swap=True)
+    other = dataclasses.replace(split, tensor=2, data=2 * split.data, swap=swap)
     options = [*other.options()]
     config = preflight.load_config(preflight.DEFAULT_MODULE, preset, options)
     microbatches = global_rows(config, 128) // other.data // other.rows

@@ -77,8 +77,8 @@ class Split:
             if self.microbatches > 1:
                 total = self.rows * self.microbatches * self.data
                 options += ["--training.global_batch_size", str(total)]
-        if self.swap:
-            options += ["--optimizer.swap.storage", "host"]
+        # Said in both cases: the configuration may have it otherwise.
+        options += ["--optimizer.swap.storage", "host" if self.swap else "None"]
         return [*options, f"activation_checkpoint:{self.checkpointing}"]
 
     def apply(self, config: Any) -> Any:
